@@ -1,0 +1,54 @@
+"""A LoRA adapter as plain tensors, the form in which it travels from trainer to engine.
+
+Names are PEFT's file names (`base_model.model.<module>.lora_A.weight`), which vLLM reads too.
+Never merged into the base, never written to disk on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA factors: lora_A [R, K] and lora_B [N, R] under each module's name."""
+
+    tensors: dict[str, torch.Tensor]
+    rank: int
+    alpha: float
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The last part of the names of the adapted modules, such as q_proj."""
+        return tuple(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in self.tensors}))
+
+
+def of_model(model: torch.nn.Module) -> Adapter:
+    """The adapter of a PEFT model; its tensors share memory with the parameters."""
+    config = model.peft_config["default"]
+    tensors = {
+        name.replace(".default.", "."): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if ".lora_A.default." in name or ".lora_B.default." in name
+    }
+    if not tensors:
+        raise ValueError("the model has no LoRA adapter named 'default'")
+    return Adapter(tensors, config.r, config.lora_alpha)
+
+
+def of_folder(folder: str | Path) -> Adapter:
+    """The adapter in a PEFT folder (adapter_config.json and adapter_model.safetensors)."""
+    folder = Path(folder)
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    for file in (weights, config):
+        if not file.is_file():
+            raise ValueError(
+                f"{file} is missing: expected a PEFT adapter folder, such as <output-dir>/adapter"
+            )
+    settings = json.loads(config.read_text())
+    return Adapter(load_file(weights), settings["r"], settings["lora_alpha"])

@@ -1,0 +1,218 @@
+"""A checkpoint folder as its config, its files' headers and, on request, its tensors.
+
+The quantized kind is compressed-tensors' `nvfp4-pack-quantized`, weight-only: the one thing that
+the quantizer and the trainer share. For a Linear layer L with N outputs and K inputs it holds
+    L.weight_packed        uint8          [N, K/2]
+    L.weight_scale         float8_e4m3fn  [N, K/16]
+    L.weight_global_scale  float32        [1]       equal over q/k/v and over gate/up
+and all else (embeddings, norms, biases, lm_head) as in the 16-bit model. Nothing here reads tensor
+data but `tensors`; whether the tensors make sense is qerl.checkpoint.problems' business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "nvfp4-pack-quantized"
+PACKED, SCALE, GLOBAL_SCALE = ".weight_packed", ".weight_scale", ".weight_global_scale"
+INPUT_SCALE = ".input_global_scale"
+
+AGAIN = "download or write the folder again"
+QUANTIZE = "python llm-compressor/quantize_nvfp4.py --model"
+REQUANTIZE = f"quantize the 16-bit model again: {QUANTIZE} ID_OR_FOLDER"
+
+
+class Problem(NamedTuple):
+    """One thing wrong with a checkpoint."""
+
+    name: str  # the tensor, layer or file at fault
+    what: str  # what is wrong with it: the value found and the value expected
+    how_to_mend: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what} ({self.how_to_mend})"
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor ahead of its data."""
+
+    file: str  # name inside the folder
+    dtype: str  # in safetensors' spelling: BF16, F32, U8, F8_E4M3
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder, known from its config and its files' headers."""
+
+    folder: Path
+    config: Mapping[str, Any]  # config.json
+    headers: Mapping[str, Header]  # by tensor name
+    format: str | None  # of the quantization, None for a 16-bit model
+    quantized: tuple[str, ...]  # names of the layers stored in 4 bits
+    quantizes_activations: bool  # W4A4: meant for FP4 activations, which this project does not use
+    tie_word_embeddings: bool
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.format == FORMAT
+
+
+def resolve(name: str | Path) -> Path:
+    """The local folder of a model: `name` if it is a folder, else a download from the hub.
+
+    Raises ValueError when `name` is neither a folder nor a model that the hub gives.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _may_be_hub_id(str(name)):
+        raise ValueError(_missing(name))
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=wanted))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{_missing(name)}, and the hub did not give it: {reason}") from error
+
+
+def describe(folder: str | Path) -> Checkpoint:
+    """Read a folder's config and tensor headers.
+
+    Raises ValueError for a missing folder and for the first file that is missing or damaged.
+    """
+    found, faults = read_files(Path(folder))
+    if found is None:
+        raise ValueError(f"{folder}: {faults[0]}")
+    return found
+
+
+def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
+    """A cheap check ahead of hours of work: whole files, and the kind of weights asked for.
+
+    nvfp4: True for NVFP4 weights, False for 16-bit ones, None for either.
+    Raises ValueError with the way out.
+    """
+    found = describe(folder)
+    if nvfp4 and found.format is None:
+        raise ValueError(
+            f"{folder}: NVFP4 weights are needed and this model is not quantized. "
+            f"Quantize it: {QUANTIZE} {folder}"
+        )
+    if nvfp4 and not found.is_nvfp4:
+        raise ValueError(f"{folder}: format is {found.format}, not {FORMAT} ({REQUANTIZE})")
+    if nvfp4 is False and found.format is not None:
+        raise ValueError(
+            f"{folder}: 16-bit weights are needed and this model is quantized already "
+            f"({found.format}). Give the 16-bit model that it was made from."
+        )
+    if found.is_nvfp4 and found.quantizes_activations:
+        raise ValueError(f"{folder}: {w4a4_problem(found)}")
+    return found
+
+
+def tensors(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    keep: Callable[[str], bool] = lambda name: True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (name, tensor as stored) whose name `keep` accepts, file by file.
+
+    Raises ValueError as `describe` does.
+    """
+    headers = describe(folder).headers
+    for file in sorted({header.file for name, header in headers.items() if keep(name)}):
+        with safe_open(Path(folder) / file, framework="pt", device=str(device)) as shard:
+            for name in filter(keep, shard.keys()):
+                yield name, shard.get_tensor(name)
+
+
+def read_files(folder: Path) -> tuple[Checkpoint | None, list[Problem]]:
+    """The checkpoint and no problems, or None and what is wrong with its files.
+
+    Raises ValueError for a missing folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(_missing(folder))
+    faults: list[Problem] = []
+    config = _read_json(folder / "config.json", faults)
+    headers = _read_headers(folder, faults)
+    return (None, faults) if faults else (_checkpoint(folder, config, headers), [])
+
+
+def w4a4_problem(found: Checkpoint) -> Problem:
+    """The problem with a checkpoint that quantizes activations."""
+    name = next((n for n in found.headers if n.endswith(INPUT_SCALE)), "config.json")
+    what = "the checkpoint quantizes activations too (W4A4); the trainer keeps them in 16 bits"
+    return Problem(name, what, REQUANTIZE)
+
+
+def _may_be_hub_id(name: str) -> bool:
+    return name.count("/") <= 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
+
+
+def _missing(name: str | Path) -> str:
+    return f"there is no folder {str(name)!r} (an NVFP4 one is made by: {QUANTIZE} ID_OR_FOLDER)"
+
+
+def _read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        faults.append(Problem(path.name, "is missing", AGAIN))
+    except json.JSONDecodeError as error:
+        faults.append(Problem(path.name, f"is not JSON: {error}", AGAIN))
+    return {}
+
+
+def _read_headers(folder: Path, faults: list[Problem]) -> dict[str, Header]:
+    index = folder / "model.safetensors.index.json"
+    where = _read_json(index, faults).get("weight_map", {}) if index.exists() else {}
+    headers: dict[str, Header] = {}
+    for file in sorted(set(where.values())) or ["model.safetensors"]:
+        headers |= _read_file_headers(folder, file, faults)
+    at_fault = {problem.name for problem in faults}
+    for name, file in where.items():
+        if file not in at_fault and (name not in headers or headers[name].file != file):
+            faults.append(Problem(name, f"{index.name} says it is in {file}, and it is not", AGAIN))
+    return headers
+
+
+def _read_file_headers(folder: Path, file: str, faults: list[Problem]) -> dict[str, Header]:
+    try:
+        with safe_open(folder / file, framework="pt") as shard:
+            parts = {name: shard.get_slice(name) for name in shard.keys()}
+            return {n: Header(file, p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
+    except FileNotFoundError:
+        faults.append(Problem(file, "is missing", AGAIN))
+    except SafetensorError as error:
+        faults.append(Problem(file, f"is cut short or damaged: {error}", AGAIN))
+    return {}
+
+
+def _checkpoint(folder: Path, config: dict, headers: dict[str, Header]) -> Checkpoint:
+    scheme = config.get("quantization_config") or {}
+    groups = (scheme.get("config_groups") or {}).values()
+    return Checkpoint(
+        folder=folder,
+        config=MappingProxyType(config),
+        headers=MappingProxyType(headers),
+        format=scheme.get("format") or scheme.get("quant_method"),
+        quantized=tuple(n.removesuffix(PACKED) for n in headers if n.endswith(PACKED)),
+        quantizes_activations=any(group.get("input_activations") for group in groups)
+        or any(name.endswith(INPUT_SCALE) for name in headers),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )

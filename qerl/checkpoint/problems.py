@@ -1,0 +1,193 @@
+"""Everything wrong with a checkpoint folder, each thing by name and with the way to mend it.
+
+The layers and shapes that should be there come from building the config's model on torch's meta
+device, so any architecture that transformers knows is checked, in seconds and without its memory.
+This is no check of quality: a sound folder may hold a badly calibrated model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from qerl.checkpoint.files import (
+    AGAIN,
+    FORMAT,
+    GLOBAL_SCALE,
+    PACKED,
+    REQUANTIZE,
+    SCALE,
+    Checkpoint,
+    Header,
+    Problem,
+    read_files,
+    tensors,
+    w4a4_problem,
+)
+from qerl.nvfp4 import BLOCK
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# Layers that engines read as one matrix, with one global scale.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+WEIGHTS = {"group_size": BLOCK, "num_bits": 4, "type": "float", "strategy": "tensor_group"}
+
+
+class Expected(NamedTuple):
+    """What a tensor must look like."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = ("BF16", "F16", "F32")
+
+
+def problems(folder: str | Path) -> list[Problem]:
+    """Everything wrong with a checkpoint; an empty list for a sound one.
+
+    Damaged files hide the rest, and so does a quantization other than weight-only NVFP4: what
+    would merely follow from them is left out. Raises ValueError for a missing folder.
+    """
+    found, faults = read_files(Path(folder))
+    faults += _tokenizer_problems(Path(folder))
+    if found is None:
+        return faults
+    scheme = list(_scheme_problems(found)) if found.format is not None else []
+    if scheme:
+        return faults + scheme
+    return faults + _layout_problems(found) + _scale_problems(found)
+
+
+def _tokenizer_problems(folder: Path) -> list[Problem]:
+    if any((folder / name).exists() for name in TOKENIZERS):
+        return []
+    mend = "copy the tokenizer files of the model that this one was made from"
+    return [Problem("tokenizer", f"none of {', '.join(TOKENIZERS)} is there", mend)]
+
+
+def _scheme_problems(found: Checkpoint) -> Iterator[Problem]:
+    """What quantization_config says that is not weight-only NVFP4."""
+    if not found.is_nvfp4:
+        yield Problem("config.json", f"format is {found.format}, not {FORMAT}", REQUANTIZE)
+        return
+    if found.quantizes_activations:
+        yield w4a4_problem(found)
+    groups = found.config["quantization_config"].get("config_groups") or {"config_groups": {}}
+    for group, scheme in groups.items():
+        weights = scheme.get("weights") or {}
+        for key in WEIGHTS:
+            if weights.get(key) != WEIGHTS[key]:
+                what = f"{group}: {key} is {weights.get(key)!r}, expected {WEIGHTS[key]!r}"
+                yield Problem("config.json", what, REQUANTIZE)
+
+
+def _layout_problems(found: Checkpoint) -> list[Problem]:
+    """Tensors that are missing, left over, or of another shape or dtype than the model's."""
+    # Whatever stops transformers from building the model is what the user must know.
+    try:
+        model = _empty_model(found.folder)
+    except Exception as error:
+        return [Problem("config.json", f"transformers cannot build its model: {error!r}", AGAIN)]
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    in_4_bits = _layers_in_4_bits(model, found)
+    faults = list(_layer_problems(found, shapes, in_4_bits))
+    settled = {problem.name for problem in faults}
+    expected = _expected(shapes, in_4_bits)
+    for name in sorted(expected.keys() | found.headers.keys()):
+        header = found.headers.get(name)
+        absent_and_tied = header is None and name == "lm_head.weight" and found.tie_word_embeddings
+        if not absent_and_tied and name.rpartition(".")[0] not in settled:
+            faults += _tensor_problems(name, expected.get(name), header)
+    return faults
+
+
+def _empty_model(folder: Path) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def _layers_in_4_bits(model: torch.nn.Module, found: Checkpoint) -> set[str]:
+    """Names of the layers that quantization_config says are in 4 bits."""
+    if not found.is_nvfp4:
+        return set()
+    from compressed_tensors.utils import match_named_modules
+
+    scheme = found.config["quantization_config"]
+    groups = scheme["config_groups"].values()
+    targets = [target for group in groups for target in group.get("targets") or []]
+    return {name for name, _ in match_named_modules(model, targets, scheme.get("ignore"))}
+
+
+def _layer_problems(
+    found: Checkpoint, shapes: dict[str, tuple[int, ...]], in_4_bits: set[str]
+) -> Iterator[Problem]:
+    """Layers stored the other way than the config says, or of a width that has no blocks."""
+    for layer in (name.removesuffix(".weight") for name in shapes if name.endswith(".weight")):
+        packed, dense = layer + PACKED in found.headers, layer + ".weight" in found.headers
+        if layer in in_4_bits and shapes[layer + ".weight"][1] % BLOCK:
+            what = f"{shapes[layer + '.weight'][1]} inputs, not a multiple of {BLOCK}"
+            yield Problem(layer, what, "keep the layer in 16 bits: put it on the ignore list")
+        elif layer in in_4_bits and dense and not packed:
+            yield Problem(layer, "is dense, and the config says that it is in 4 bits", REQUANTIZE)
+        elif layer not in in_4_bits and packed:
+            yield Problem(layer, "is in 4 bits, and the config says that it is dense", REQUANTIZE)
+
+
+def _expected(shapes: dict[str, tuple[int, ...]], in_4_bits: set[str]) -> dict[str, Expected]:
+    """What each tensor of the folder must look like, by name."""
+    expected = {}
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in in_4_bits:
+            expected[name] = Expected(shape)
+            continue
+        N, K = shape
+        expected[layer + PACKED] = Expected((N, K // 2), ("U8",))
+        expected[layer + SCALE] = Expected((N, K // BLOCK), ("F8_E4M3",))
+        expected[layer + GLOBAL_SCALE] = Expected((1,), ("F32",))
+    return expected
+
+
+def _tensor_problems(
+    name: str, expected: Expected | None, header: Header | None
+) -> Iterator[Problem]:
+    if expected is None:
+        what = "is in the files, and not in the model that config.json describes"
+        yield Problem(name, what, AGAIN)
+    elif header is None:
+        yield Problem(name, "is missing", AGAIN)
+    elif header.shape != expected.shape:
+        what = f"has shape {list(header.shape)}; config.json makes it {list(expected.shape)}"
+        yield Problem(name, what, AGAIN)
+    elif header.dtype not in expected.dtypes:
+        what = f"has dtype {header.dtype}, expected {' or '.join(expected.dtypes)}"
+        yield Problem(name, what, REQUANTIZE)
+
+
+def _scale_problems(found: Checkpoint) -> list[Problem]:
+    """Scales that are not finite and positive, and fused layers that do not share theirs."""
+    faults: list[Problem] = []
+    shared: dict[str, float] = {}
+    for name, scale in tensors(found.folder, keep=lambda n: n.endswith((SCALE, GLOBAL_SCALE))):
+        values = scale.float()
+        bad = int((~(values.isfinite() & (values > 0))).sum())
+        if bad:
+            what = f"{bad} of {values.numel()} scales are not finite and positive"
+            faults.append(Problem(name, what, REQUANTIZE))
+        elif name.endswith(GLOBAL_SCALE):
+            shared[name.removesuffix(GLOBAL_SCALE)] = values.max().item()
+    return faults + list(_fused_problems(shared))
+
+
+def _fused_problems(global_scales: dict[str, float]) -> Iterator[Problem]:
+    parents = sorted({layer.rpartition(".")[0] for layer in global_scales})
+    for parent in parents:
+        for members in FUSED:
+            found = {m: global_scales.get(f"{parent}.{m}") for m in members}
+            values = {member: value for member, value in found.items() if value is not None}
+            if len(set(values.values())) > 1:
+                said = ", ".join(f"{member} {value:g}" for member, value in values.items())
+                what = f"an engine reads these with one global scale, and they differ: {said}"
+                yield Problem(parent, what, REQUANTIZE)

@@ -1,0 +1,284 @@
+"""The settings of a training run: one dataclass, its command line and every cross-field check.
+
+Flags carry the names of the original trainer (shared method, section 3) where it had them. Values
+only: nothing here loads a model, a data set or a heavy library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl.correction import MODES as CORRECTIONS
+from qerl.noise import SCHEDULES, Schedule
+
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+# Flags that a restart of the same run may change: they do not alter what is learned.
+FREE_ON_RESUME = ("report_to", "run_name", "logging_steps", "save_total_limit", "dry_run")
+
+
+def _flag(default, text: str, choices: tuple | None = None):
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every flag of `python -m qerl.train`, in the order of --help."""
+
+    # What is trained, on what, and where it goes
+    model_name: str = _flag("", "checkpoint folder (or hub id) of the base model")
+    dataset: str = _flag("gsm8k", "data set name, or a .jsonl or .parquet file")
+    output_dir: str = _flag("", "run folder; an unfinished run in it is continued")
+    precision: str = _flag("nvfp4", "kind of weights --model-name must hold", ("nvfp4", "bf16"))
+    reward: str = _flag("", "your own reward as module:function; empty: the data set's")
+    random_state: int = _flag(3407, "seed of the adapter, data order, sampling and noise")
+    # How long
+    num_train_epochs: float = _flag(1.0, "passes over the data set, when --max-steps is 0")
+    max_steps: int = _flag(0, "optimizer steps; 0: from --num-train-epochs")
+    # The batch of a step
+    per_device_train_batch_size: int = _flag(2, "completions in one forward and backward pass")
+    gradient_accumulation_steps: int = _flag(1, "passes a step; batch x passes = completions")
+    num_generations: int = _flag(2, "group size: completions sampled for each prompt")
+    num_iterations: int = _flag(1, "updates on each batch of rollouts")
+    max_prompt_length: int = _flag(256, "tokens; longer prompts are left out, and counted")
+    max_completion_length: int = _flag(2048, "tokens; sampling stops there")
+    max_seq_length: int = _flag(0, "engine's context in tokens; 0: prompt + completion")
+    # Sampling
+    use_vllm: bool = _flag(True, "sample with vLLM; False: with transformers, slowly, no noise")
+    vllm_gpu_memory_utilization: float = _flag(
+        0.3, "share of the GPU's memory for the sampler, its weights and KV cache, in (0, 1)"
+    )
+    temperature: float = _flag(1.0, "of sampling; log-probabilities are taken at it")
+    enforce_eager: bool = _flag(False, "no CUDA graphs in the engine: starts faster, samples slower")
+    # Optimizer
+    learning_rate: float = _flag(1e-5, "peak learning rate (paper: 1e-5 NVFP4, 5e-6 bf16)")
+    lr_scheduler_type: str = _flag("cosine", "transformers' name of the schedule")
+    warmup_ratio: float = _flag(0.1, "share of the steps spent warming up")
+    optim: str = _flag("adamw_8bit", "transformers' optimizer name; adamw_torch on a CPU")
+    adam_beta1: float = _flag(0.9, "AdamW")
+    adam_beta2: float = _flag(0.99, "AdamW")
+    weight_decay: float = _flag(0.1, "AdamW")
+    max_grad_norm: float = _flag(0.2, "gradients are clipped to this norm; 0: not clipped")
+    # Loss
+    loss_type: str = _flag("dapo", "how token losses are averaged, TRL's names", LOSS_TYPES)
+    beta: float = _flag(0.0, "weight of the KL to the base model; 0: none, as in DAPO")
+    epsilon: float = _flag(0.2, "lower clip of the ratio")
+    epsilon_high: float = _flag(0.28, "upper clip of the ratio (clip-higher)")
+    mask_truncated_completions: bool = _flag(True, "leave completions cut by length out of the loss")
+    sampler_correction: str = _flag(
+        "token_truncate", "importance weights for the sampler's own policy", CORRECTIONS
+    )
+    sampler_correction_cap: float = _flag(2.0, "largest importance weight")
+    # Adapter
+    lora_rank: int = _flag(16, "rank of the LoRA adapters")
+    lora_alpha: float = _flag(16.0, "LoRA scale is alpha / rank")
+    # Adaptive quantization noise
+    ln: bool = _flag(True, "noise in the norms that feed quantized linears while sampling (AQN)")
+    sigma_start: float = _flag(1e-2, "noise of the first noisy stage")
+    sigma_end: float = _flag(1e-4, "noise towards the end")
+    num_stages: int = _flag(10, "equal stages of the run; the first has no noise")
+    noise_schedule: str = _flag("exponential", "how sigma decays over the stages", SCHEDULES)
+    # Machine
+    gradient_checkpointing: bool = _flag(True, "recompute activations: less memory, more time")
+    kernels: bool = _flag(True, "Triton kernels on a GPU; --no-kernels: plain torch")
+    # Bookkeeping
+    save_strategy: str = _flag("steps", "when to save checkpoints", ("steps", "no"))
+    save_steps: int = _flag(50, "optimizer steps between checkpoints")
+    save_total_limit: int = _flag(2, "checkpoints kept")
+    logging_steps: int = _flag(1, "optimizer steps between lines on the terminal; 0: bar only")
+    report_to: str = _flag("none", "tracker", ("none", "tensorboard", "wandb", "trackio"))
+    run_name: str = _flag("", "name in the tracker; empty: the run folder's")
+    dry_run: bool = _flag(False, "check everything, print the plan, load no weights")
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.completions_per_step // self.num_generations
+
+    @property
+    def max_model_len(self) -> int:
+        return self.max_seq_length or self.max_prompt_length + self.max_completion_length
+
+    @property
+    def has_noise(self) -> bool:
+        return self.ln and self.sigma_start > 0
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps over a data set of `rows` prompts."""
+        if self.max_steps:
+            return self.max_steps
+        batches = int(self.num_train_epochs * rows) // self.prompts_per_step
+        if batches == 0:
+            raise ValueError(
+                f"{rows} prompts x {self.num_train_epochs} epochs do not fill one step of "
+                f"{self.prompts_per_step} prompts: expected more data, epochs or --max-steps"
+            )
+        return batches * self.num_iterations
+
+    def schedule(self, steps: int) -> Schedule | None:
+        """The noise schedule of a run of `steps`, or None without noise."""
+        if not self.has_noise:
+            return None
+        return Schedule(
+            self.sigma_start, self.sigma_end, self.num_stages, steps, self.noise_schedule
+        )
+
+    def check(self) -> None:
+        """Raise ValueError for the first setting that cannot work, with the way out."""
+        for holds, message in self._rules():
+            if not holds:
+                raise ValueError(message)
+        if self.has_noise:
+            self.schedule(1)
+
+    def _rules(self):
+        """(holds, message) of every rule, cheap ones only."""
+        yield self.model_name, "--model-name is missing: expected a checkpoint folder or a hub id"
+        yield self.output_dir, "--output-dir is missing: expected a folder for the run"
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "num_iterations",
+            "max_prompt_length",
+            "max_completion_length",
+            "lora_rank",
+            "num_stages",
+            "save_steps",
+            "save_total_limit",
+        ):
+            value = getattr(self, name)
+            yield value >= 1, f"--{_kebab(name)} {value}: expected at least 1"
+        for name in ("learning_rate", "temperature", "num_train_epochs", "lora_alpha", "epsilon"):
+            value = getattr(self, name)
+            yield value > 0, f"--{_kebab(name)} {value}: expected more than 0"
+        for name in ("max_steps", "beta", "sigma_start", "logging_steps", "max_grad_norm"):
+            value = getattr(self, name)
+            yield value >= 0, f"--{_kebab(name)} {value}: expected 0 or more"
+        yield self.num_generations >= 2, (
+            f"--num-generations {self.num_generations}: a group needs at least 2 completions, "
+            "since the advantage compares them"
+        )
+        yield self.completions_per_step % self.num_generations == 0, (
+            f"--num-generations {self.num_generations} does not divide the batch of "
+            f"{self.completions_per_step} completions (--per-device-train-batch-size "
+            f"{self.per_device_train_batch_size} x --gradient-accumulation-steps "
+            f"{self.gradient_accumulation_steps}): change one of the three"
+        )
+        share = self.vllm_gpu_memory_utilization
+        yield 0 < share < 1, (
+            f"--vllm-gpu-memory-utilization {share}: expected a share of the GPU's memory between "
+            "0 and 1, such as 0.3"
+        )
+        yield 0 <= self.warmup_ratio < 1, f"--warmup-ratio {self.warmup_ratio}: expected 0 to 1"
+        needed = self.max_prompt_length + self.max_completion_length
+        yield self.max_model_len >= needed, (
+            f"--max-seq-length {self.max_seq_length} is shorter than prompt + completion "
+            f"({needed} tokens): raise it or set it to 0"
+        )
+        yield self.epsilon_high >= self.epsilon, (
+            f"--epsilon-high {self.epsilon_high} is below --epsilon {self.epsilon}"
+        )
+        yield self.sampler_correction_cap >= 1, (
+            f"--sampler-correction-cap {self.sampler_correction_cap}: expected at least 1, the "
+            "weight of a token on which sampler and trainer agree"
+        )
+        yield self.use_vllm or not self.has_noise, (
+            "--use-vllm False samples from the clean policy: noise needs the engine; add --ln False"
+        )
+        yield self.use_vllm or self.sampler_correction == "none", (
+            "--use-vllm False gives no sampler log-probabilities to correct with; add "
+            "--sampler-correction none"
+        )
+
+
+def parse(argv: list[str] | None = None) -> TrainConfig:
+    """The configuration of a command line; argparse exits with status 2 on an unknown flag."""
+    parser = argparse.ArgumentParser(prog="python -m qerl.train", description=__doc__)
+    types = typing.get_type_hints(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        _add_flag(parser, field, types[field.name])
+    return TrainConfig(**vars(parser.parse_args(argv)))
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, kind: type) -> None:
+    name, default = _kebab(field.name), field.default
+    shown = f"{field.metadata['help']} (default: {default!r})"
+    if kind is bool:
+        parser.add_argument(
+            f"--{name}", nargs="?", const=True, default=default, type=_bool, help=shown
+        )
+        parser.add_argument(
+            f"--no-{name}", dest=field.name, action="store_false", help=argparse.SUPPRESS
+        )
+    else:
+        choices = field.metadata["choices"]
+        parser.add_argument(f"--{name}", type=kind, default=default, choices=choices, help=shown)
+
+
+def prepare_output_dir(config: TrainConfig) -> bool:
+    """Make the run folder or accept the one of the same run; True when a run is continued.
+
+    Raises ValueError when it cannot be written to or holds a run of other settings.
+    """
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output-dir {folder} is not writable ({error.strerror}): choose another folder"
+        ) from error
+    saved = folder / "config.json"
+    if not saved.is_file():
+        return False
+    changed = changed_flags(config, json.loads(saved.read_text())["flags"])
+    if changed:
+        listed = "; ".join(f"--{_kebab(k)} was {old!r}, now {new!r}" for k, old, new in changed)
+        raise ValueError(
+            f"--output-dir {folder} holds a run with other settings ({listed}): choose another "
+            "folder, or repeat that run's settings to continue it"
+        )
+    return True
+
+
+def changed_flags(config: TrainConfig, flags: dict) -> list[tuple[str, object, object]]:
+    """(name, old, new) of each flag that alters learning and differs from a saved run's."""
+    now = dataclasses.asdict(config)
+    return [
+        (name, flags.get(name), value)
+        for name, value in now.items()
+        if name not in FREE_ON_RESUME and flags.get(name) != value
+    ]
+
+
+def write_json(path: str | os.PathLike, value: object) -> None:
+    """Write a whole JSON file or none: a reader never sees a half-written one."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _bool(text: str) -> bool:
+    lowered = text.lower()
+    if lowered not in ("true", "false", "1", "0", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected True or False")
+    return lowered in ("true", "1", "yes")

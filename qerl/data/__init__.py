@@ -1,0 +1,124 @@
+"""Data sets: a name becomes prompts, answers, a verdict and reward functions.
+
+hub.py knows the sets of the Hugging Face hub and is the only user of `datasets`; arithmetic.py
+makes problems without a download; files.py reads a user's own file. Prompts are chat messages; no
+tokenizer is known here.
+"""
+
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl.rewards import as_reward, last_integer_correct, math_correct
+
+from . import arithmetic, files, hub
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set ready to use."""
+
+    name: str
+    rows: list[dict]  # {"prompt": chat messages, "answer": str}, at least one
+    correct: Callable[[str, str], bool]  # (completion, answer): the verdict that evaluation uses
+    reward_functions: tuple[Callable, ...]  # TRL's signature; the reward is their sum
+
+
+def names() -> tuple[str, ...]:
+    """Every data set name that `load` knows; a path to a .jsonl or .parquet file works too."""
+    return (*arithmetic.LEVELS, *hub.SOURCES)
+
+
+def check_name(name: str, split: str | None = None) -> None:
+    """Raise ValueError if `load(name, split)` could not work, without the hub and within seconds.
+
+    A local file is read and checked whole.
+    """
+    if split not in (None, "train", "test"):
+        raise ValueError(f"split {split!r} is not known: it is 'train' or 'test'")
+    if name.endswith(files.FILE_TYPES):
+        files.rows(Path(name))
+    elif name not in names():
+        raise ValueError(
+            f"data set {name!r} is not known. Known are {', '.join(names())}; "
+            "or give the path of a .jsonl or .parquet file with the columns prompt and answer"
+        )
+    elif name in hub.SOURCES and split and split not in hub.SOURCES[name].splits:
+        has = " and ".join(hub.SOURCES[name].splits)
+        others = ", ".join(
+            n for n in names() if n not in hub.SOURCES or split in hub.SOURCES[n].splits
+        )
+        raise ValueError(f"data set {name!r} has no {split} split, only {has}. {split}: {others}")
+
+
+def load(name: str, split: str = "train", seed: int = 0, limit: int | None = None) -> Task:
+    """Load `split` ("train" or "test") of a known data set, or a local file, which has no splits.
+
+    At most `limit` rows, drawn by `seed` and in the order of the set. Raises ValueError for a
+    mistake in the name, the split or the file, and ConnectionError when the hub cannot be read.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"the number of rows is limited to {limit}; give at least 1, or no limit")
+    check_name(name, split)
+    correct = verdict(name)
+    rewards = (as_reward(correct, "correctness"),)
+    if name.endswith(files.FILE_TYPES):
+        return Task(name, _draw(files.rows(Path(name)), seed, limit), correct, rewards)
+    if name in arithmetic.LEVELS:
+        return Task(name, arithmetic.rows(name, split, seed, limit), correct, rewards)
+    rows = _draw(hub.rows(name, split), seed, limit)
+    return Task(name, rows, correct, rewards + hub.SOURCES[name].kind.extra_rewards)
+
+
+def verdict(name: str) -> Callable[[str, str], bool]:
+    """The function (completion, answer) -> bool that decides for a data set; loads nothing."""
+    if name in arithmetic.LEVELS:
+        return last_integer_correct
+    return hub.SOURCES[name].kind.correct if name in hub.SOURCES else math_correct
+
+
+def _draw(rows: list, seed: int, limit: int | None) -> list:
+    if limit is None or limit >= len(rows):
+        return rows
+    kept = random.Random(seed).sample(range(len(rows)), limit)
+    return [rows[index] for index in sorted(kept)]
+
+
+def order(count: int, rows: int, seed: int) -> list[int]:
+    """The row index of each of `count` prompts: every epoch is a permutation of range(rows).
+
+    Epoch e is shuffled by (seed, e) alone, so position i holds the same row whatever `count` is:
+    a resumed or longer run continues the same list.
+    """
+    if rows < 1:
+        raise ValueError(f"cannot order {count} prompts out of {rows} rows: at least one is needed")
+    epochs = range(-(-count // rows))
+    return [index for epoch in epochs for index in _permutation(rows, seed, epoch)][:count]
+
+
+def _permutation(rows: int, seed: int, epoch: int) -> list[int]:
+    indices = list(range(rows))
+    random.Random(f"{seed}/{epoch}").shuffle(indices)
+    return indices
+
+
+def load_reward(path: str) -> Callable:
+    """Import a reward function of the user's own, named "module:function".
+
+    It must have TRL's signature: (completions, answer, **kwargs) -> list of float. Raises
+    ValueError with the reason when it cannot be imported or called.
+    """
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"reward {path!r} must be written module:function")
+    try:
+        reward = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"reward {path!r} cannot be imported: {error}. The module must be on PYTHONPATH"
+        ) from error
+    if not callable(reward):
+        raise ValueError(f"reward {path!r} is a {type(reward).__name__}, which cannot be called")
+    return reward

@@ -1,0 +1,80 @@
+"""A user's own data set: a .jsonl or .parquet file with the columns `prompt` and `answer`.
+
+A prompt is text (one user message) or a list of chat messages, and is used as it stands: ask in it
+for \\boxed{} or another form that qerl.rewards.math reads. An answer is text or a number.
+"""
+
+import json
+import re
+from pathlib import Path
+
+FILE_TYPES = (".jsonl", ".parquet")
+
+
+def rows(path: Path) -> list[dict]:
+    """Read and check a local file; every ValueError names the file and the row."""
+    if not path.is_file():
+        raise ValueError(f"data set file {path} does not exist")
+    raw = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    found = [_row(row, where) for where, row in raw]
+    if not found:
+        raise ValueError(f"data set file {path} is empty: it needs a row with prompt and answer")
+    return found
+
+
+def _jsonl(path: Path) -> list[tuple[str, object]]:
+    found = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    found.append((where, json.loads(line)))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{where} is not JSON: {error}") from error
+    return found
+
+
+def _parquet(path: Path) -> list[tuple[str, object]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    return [(f"{path}, row {number}", row) for number, row in enumerate(table, start=1)]
+
+
+def _row(row: object, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be an object with prompt and answer, not {row!r:.80}")
+    missing = [column for column in ("prompt", "answer") if column not in row]
+    if missing:
+        raise ValueError(f"{where} lacks {' and '.join(missing)}; it has {', '.join(row)}")
+    return {"prompt": _messages(row["prompt"], where), "answer": _answer(row["answer"], where)}
+
+
+def _messages(prompt: object, where: str) -> list[dict]:
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    raise ValueError(
+        f'{where}: the prompt must be text or a list of {{"role", "content"}} messages, '
+        f"not {prompt!r:.80}"
+    )
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
+
+
+def _answer(answer: object, where: str) -> str:
+    """Numbers become text, as they are written."""
+    is_value = isinstance(answer, (str, int, float)) and not isinstance(answer, bool)
+    if is_value and re.search(r"\w", str(answer)):
+        return str(answer).strip()
+    raise ValueError(f"{where}: the answer must be text or a number, not {answer!r:.80}")

@@ -1,0 +1,90 @@
+"""Adaptive quantization noise (AQN): sigma of each step and the noise vectors, as pure functions.
+
+From the QeRL paper (arXiv 2510.11696, section 3.3): for each RMSNorm that feeds quantized linears
+a Gaussian vector Z ~ N(0, sigma^2), one entry an input channel, is added to the norm's gain while
+completions are sampled; sigma decays over K stages and stage 0 has none. Everything here is a pure
+function of (seed, step, name), so that ranks agree and a resumed run repeats its noise. Writing
+the vectors into an engine's norms is qerl.rollout's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+SCHEDULES = ("exponential", "released", "linear", "cosine", "logarithmic")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How sigma falls over a run of `steps` optimizer steps cut into `num_stages` equal stages.
+
+    kind: exponential is the paper's formula, which ends one factor above sigma_end; released is the
+    original code's, which reaches it. linear, cosine and logarithmic reach it too.
+    """
+
+    sigma_start: float
+    sigma_end: float
+    num_stages: int
+    steps: int
+    kind: str = "exponential"
+
+    def __post_init__(self):
+        if self.kind not in SCHEDULES:
+            raise ValueError(f"unknown noise schedule {self.kind!r}: expected one of {SCHEDULES}")
+        if self.num_stages < 1 or self.steps < 1:
+            raise ValueError(
+                f"num_stages={self.num_stages} and steps={self.steps} must both be at least 1"
+            )
+        if not 0 < self.sigma_end <= self.sigma_start:
+            raise ValueError(
+                f"sigma_end={self.sigma_end} and sigma_start={self.sigma_start}: expected "
+                "0 < sigma_end <= sigma_start, since the noise decays (defaults 1e-4 and 1e-2)"
+            )
+
+    def stage(self, step: int) -> int:
+        """The stage, 0..num_stages-1, of a step counted from 1; the last one takes the rest."""
+        if step < 1:
+            raise ValueError(f"step {step}: steps are counted from 1")
+        return min((step - 1) // max(self.steps // self.num_stages, 1), self.num_stages - 1)
+
+    def sigma(self, step: int) -> float:
+        """The standard deviation of the noise at a step counted from 1."""
+        return self.stage_sigma(self.stage(step))
+
+    def stage_sigma(self, stage: int) -> float:
+        """The standard deviation of a stage: 0 in stage 0, sigma_start in stage 1, then falling."""
+        if stage == 0:
+            return 0.0
+        start, end, done = self.sigma_start, self.sigma_end, stage - 1
+        reached = done / max(self.num_stages - 2, 1)  # 0 in stage 1, 1 in the last
+        match self.kind:
+            case "exponential":
+                return start * (end / start) ** (done / max(self.num_stages - 1, 1))
+            case "released":
+                return start * (end / start) ** reached
+            case "linear":
+                return start + (end - start) * reached
+            case "cosine":
+                return end + (start - end) * (1 + math.cos(math.pi * reached)) / 2
+            case "logarithmic":
+                return start + (end - start) * math.log1p(reached * (math.e - 1))
+        raise AssertionError(self.kind)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one step: which vectors to draw, and how large."""
+
+    seed: int
+    step: int  # counted from 1
+    sigma: float
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """Z of the norm called `name`: float32 [size] on the CPU, N(0, sigma^2)."""
+        key = hashlib.sha256(f"{self.seed}/{self.step}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+        return torch.randn(size, generator=generator) * self.sigma

@@ -1,0 +1,83 @@
+"""`python -m qerl.report RUN [RUN ...]`: draw curves.png from the metrics of one or several runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+PANELS = (
+    ("reward", "reward"),
+    ("entropy", "entropy, nats a token"),
+    ("sigma", "AQN sigma"),
+    ("completion_length", "completion length, tokens"),
+    ("logp_gap_mean", "|sampler - trainer|, nats a token"),
+)
+TIMES = ("time_rollout_s", "time_reward_s", "time_sync_s", "time_train_s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m qerl.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", help="run folders (they hold metrics.jsonl)")
+    parser.add_argument("--output", default="", help="default: curves.png in the first run folder")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = {Path(run).name: read(Path(run)) for run in arguments.runs}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    output = Path(arguments.output or Path(arguments.runs[0]) / "curves.png")
+    draw(runs, output)
+    print(output)
+    return 0
+
+
+def read(run: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl, by step."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: expected the --output-dir of a training run")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if not rows:
+        raise ValueError(f"{path} is empty: the run has not finished its first step")
+    return rows
+
+
+def draw(runs: dict[str, list[dict]], output: Path) -> None:
+    """Six panels: PANELS as lines, one a run, and where the time of a step goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
+    for axis, (key, title) in zip(axes.flat, PANELS):
+        for name, rows in runs.items():
+            axis.plot([r["step"] for r in rows], [_number(r[key]) for r in rows], label=name)
+        axis.set(title=title, xlabel="step")
+    axes.flat[0].legend(fontsize="small")
+    _draw_times(axes.flat[5], runs)
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_times(axis, runs: dict[str, list[dict]]) -> None:
+    """Mean seconds of each part of a step, stacked, a bar a run."""
+    bottoms = dict.fromkeys(runs, 0.0)
+    for key in TIMES:
+        means = {name: sum(r[key] for r in rows) / len(rows) for name, rows in runs.items()}
+        label = key.removeprefix("time_").removesuffix("_s")
+        axis.bar(list(means), list(means.values()), bottom=list(bottoms.values()), label=label)
+        bottoms = {name: bottoms[name] + means[name] for name in runs}
+    axis.set(title="mean seconds a step")
+    axis.legend(fontsize="small")
+
+
+def _number(value: float | None) -> float:
+    """A gap in the line where a step has no value."""
+    return float("nan") if value is None else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

