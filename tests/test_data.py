@@ -16,6 +16,7 @@ import pytest
 
 from qerl import data
 from qerl.data import arithmetic, hub
+from qerl.rewards import as_reward
 
 DAPO_WRAPPED = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -52,7 +53,7 @@ def reward(functions, completion: str, answer: str) -> float:
 
 def functions_of(name: str) -> tuple:
     kind = hub.SOURCES[name].kind
-    return data._rewards(kind.correct) + kind.extra_rewards
+    return (as_reward(kind.correct, "correctness"), *kind.extra_rewards)
 
 
 @pytest.mark.parametrize(("name", "row", "right", "reply", "wrong"), HUB_ROWS)

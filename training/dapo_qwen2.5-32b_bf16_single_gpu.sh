@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# DAPO on Qwen2.5-32B-Instruct, base in bf16, one GPU. Its partner dapo_qwen2.5-32b_nvfp4_single_gpu.sh is the comparison.
+set -euo pipefail
+
+MODEL=Qwen/Qwen2.5-32B-Instruct
+PRECISION=bf16
+SETTINGS=(
+  --num-generations 8 --per-device-train-batch-size 2 --gradient-accumulation-steps 4
+  --max-prompt-length 256 --max-completion-length 2048
+  --vllm-gpu-memory-utilization 0.4
+)
+
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

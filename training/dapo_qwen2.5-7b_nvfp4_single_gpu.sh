@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# DAPO on Qwen2.5-7B-Instruct, base in nvfp4, one GPU. Its partner dapo_qwen2.5-7b_bf16_single_gpu.sh is the comparison.
+set -euo pipefail
+
+MODEL=Qwen/Qwen2.5-7B-Instruct
+PRECISION=nvfp4
+SETTINGS=(
+  --num-generations 2 --per-device-train-batch-size 2 --gradient-accumulation-steps 1
+  --max-prompt-length 256 --max-completion-length 2048
+  --vllm-gpu-memory-utilization 0.3
+)
+
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
