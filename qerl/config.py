@@ -20,7 +20,14 @@ from qerl.noise import SCHEDULES, Schedule
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
 # Flags that a restart of the same run may change: they do not alter what is learned.
-FREE_ON_RESUME = ("report_to", "run_name", "logging_steps", "save_total_limit", "dry_run")
+FREE_ON_RESUME = (
+    "output_dir",
+    "report_to",
+    "run_name",
+    "logging_steps",
+    "save_total_limit",
+    "dry_run",
+)
 
 
 def _flag(default, text: str, choices: tuple | None = None):
@@ -160,9 +167,21 @@ class TrainConfig:
         for name in ("learning_rate", "temperature", "num_train_epochs", "lora_alpha", "epsilon"):
             value = getattr(self, name)
             yield value > 0, f"--{_kebab(name)} {value}: expected more than 0"
-        for name in ("max_steps", "beta", "sigma_start", "logging_steps", "max_grad_norm"):
+        for name in (
+            "max_steps",
+            "beta",
+            "sigma_start",
+            "logging_steps",
+            "max_grad_norm",
+            "weight_decay",
+        ):
             value = getattr(self, name)
             yield value >= 0, f"--{_kebab(name)} {value}: expected 0 or more"
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            yield 0 <= value < 1, f"--{_kebab(name)} {value}: expected at least 0 and below 1"
+        seed = self.random_state
+        yield 0 <= seed < 2**32, f"--random-state {seed}: expected at least 0 and below 2**32"
         yield self.num_generations >= 2, (
             f"--num-generations {self.num_generations}: a group needs at least 2 completions, "
             "since the advantage compares them"
@@ -202,7 +221,9 @@ class TrainConfig:
 
 def parse(argv: list[str] | None = None) -> TrainConfig:
     """The configuration of a command line; argparse exits with status 2 on an unknown flag."""
-    parser = argparse.ArgumentParser(prog="python -m qerl.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m qerl.train", description=__doc__, allow_abbrev=False
+    )
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         _add_flag(parser, field, types[field.name])
@@ -241,7 +262,7 @@ def prepare_output_dir(config: TrainConfig) -> bool:
     saved = folder / "config.json"
     if not saved.is_file():
         return False
-    changed = changed_flags(config, json.loads(saved.read_text())["flags"])
+    changed = changed_flags(config, _saved_flags(saved))
     if changed:
         listed = "; ".join(f"--{_kebab(k)} was {old!r}, now {new!r}" for k, old, new in changed)
         raise ValueError(
@@ -249,6 +270,13 @@ def prepare_output_dir(config: TrainConfig) -> bool:
             "folder, or repeat that run's settings to continue it"
         )
     return True
+
+
+def _saved_flags(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())["flags"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a training run's: choose another --output-dir") from error
 
 
 def changed_flags(config: TrainConfig, flags: dict) -> list[tuple[str, object, object]]:

@@ -120,7 +120,8 @@ def adapt(model: nn.Module, rank: int, alpha: float, seed: int):
         adapted = get_peft_model(model, config)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ValueError(f"no module of {type(model).__name__} is called one of {TARGETS}")
-    return adapted
+    # PEFT puts the factors beside a base layer's `weight`, which a packed layer does not have.
+    return adapted.to(next(model.parameters()).device)
 
 
 @torch.no_grad()

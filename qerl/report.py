@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", default="", help="default: curves.png in the first run folder")
     arguments = parser.parse_args(argv)
     try:
-        runs = {Path(run).name: read(Path(run)) for run in arguments.runs}
+        runs = {_label(run, arguments.runs): read(Path(run)) for run in arguments.runs}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -33,12 +33,24 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _label(run: str, runs: list[str]) -> str:
+    """The folder's name, or the path as given where two folders share one."""
+    names = [Path(other).resolve().name for other in runs]
+    name = Path(run).resolve().name
+    return name if names.count(name) == 1 else run
+
+
 def read(run: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl, by step."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: expected the --output-dir of a training run")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not whole: delete it") from error
     if not rows:
         raise ValueError(f"{path} is empty: the run has not finished its first step")
     return rows

@@ -103,8 +103,19 @@ def _prompt_ids(tokenizer, row: dict) -> list[int]:
 
 
 def _check_machine(config: TrainConfig) -> None:
+    """Raise ValueError for what this transformers or this machine does not have."""
     import torch
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
 
+    for flag, value, known in (
+        ("optim", config.optim, [name.value for name in OptimizerNames]),
+        ("lr-scheduler-type", config.lr_scheduler_type, [name.value for name in SchedulerType]),
+        ("report-to", config.report_to, ["none", *get_available_reporting_integrations()]),
+    ):
+        if value not in known:
+            raise ValueError(f"--{flag} {value}: expected one of {', '.join(known)}")
     if "8bit" in config.optim and not torch.cuda.is_available():
         raise ValueError(
             f"--optim {config.optim} needs a GPU and none is visible: use --optim adamw_torch"
@@ -161,6 +172,8 @@ def _build(config: TrainConfig, plan: Plan):
 
 
 def _engine(config: TrainConfig, plan: Plan):
+    import torch
+
     from qerl.policy import TARGETS
     from qerl.rollout import Engine, EngineSettings
 
@@ -175,6 +188,7 @@ def _engine(config: TrainConfig, plan: Plan):
             gpu_memory_utilization=config.vllm_gpu_memory_utilization,
             seed=config.random_state,
             enforce_eager=config.enforce_eager,
+            sleep=torch.cuda.is_available(),
         )
     )
 

@@ -113,6 +113,7 @@ class Sampler:
         """TRL's contract: (prompt ids, completion ids, log-probabilities, their token ids)."""
         with self.trainer.timed("time_rollout_s"):
             drawn = self.engine.generate(prompts, self.sampling, seed=self.seed + self._step())
+            self.engine.sleep()
         ids = [completion.token_ids for completion in drawn]
         logprobs = [[[value] for value in completion.logprobs] for completion in drawn]
         return prompts, ids, logprobs, [[[token] for token in row] for row in ids]

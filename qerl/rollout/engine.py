@@ -7,6 +7,7 @@ that nothing of an earlier policy is left. It is not a trainer and holds no opti
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.3  # share of the device's memory, KV cache included
     seed: int = 0
     enforce_eager: bool = False  # no CUDA graphs
+    sleep: bool = False  # whether sleep() may free the KV cache; GPU only
+    linear_backend: str = ""  # vLLM's name of the W4A16 kernel; "": fastest_linear_backend()
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Engine:
         self._norms = _clean_gains(self._runner.model) if settings.noise else {}
         self._adapter_id = 0
         self._request = None
+        self._asleep = False
         self.sync(None)
 
     def sync(self, adapter: Adapter | None, noise: Noise | None = None) -> Applied:
@@ -122,11 +126,24 @@ class Engine:
             for out, ids in zip(outputs, token_ids, strict=True)
         ]
 
+    def sleep(self) -> None:
+        """Free the KV cache until wake(); weights, adapter and noise stay."""
+        if self.settings.sleep and not self._asleep:
+            self.llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the KV cache's memory back, empty."""
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
+
     def adapters(self) -> set[int]:
         """The ids of the adapters the engine holds: none, or the last sync's alone."""
         return set(self._runner.lora_manager.list_adapters()) if self.settings.lora_rank else set()
 
     def _run(self, prompts, params):
+        self.wake()
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         return self.llm.generate(inputs, params, use_tqdm=False, lora_request=self._request)
 
@@ -211,10 +228,25 @@ def _build(settings: EngineSettings):
         enforce_eager=settings.enforce_eager or on_cpu,
         # The probability a token was drawn with: after the temperature (and top-p, top-k).
         logprobs_mode="processed_logprobs",
-        worker_cls="qerl.rollout.worker.FloatGainWorker" if settings.noise else "auto",
+        worker_cls="qerl.rollout.worker.QeRLWorker",
+        additional_config={"qerl_noise": settings.noise},
+        enable_sleep_mode=settings.sleep,
+        linear_backend=settings.linear_backend or fastest_linear_backend(),
         disable_log_stats=True,
         **lora,
     )
+
+
+def fastest_linear_backend() -> str:
+    """vLLM's name of the W4A16 kernel to use: Humming where it is installed, else vLLM's choice.
+
+    vLLM's own choice is Marlin, which Humming beats from batch 8 up (README, rollout table).
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda() and importlib.util.find_spec("humming") is not None:
+        return "humming"
+    return "auto"
 
 
 def _clean_gains(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:

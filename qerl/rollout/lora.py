@@ -41,12 +41,11 @@ class DensePunicaWrapper(PunicaWrapperBase):
         whose width is output_slices[i].
         """
         start = 0
-        for a_11RK, b_11NR, width in zip(
-            lora_a_stacked, lora_b_stacked, output_slices, strict=True
-        ):
-            shrunk_TR = x @ a_11RK[0, 0].T
+        for i, width in enumerate(output_slices):
+            shrunk_TR = x @ lora_a_stacked[i][0, 0].T
+            expand_RN = lora_b_stacked[i][0, 0].T
             part_TN = y[:, start : start + width]
-            part_TN.addmm_(shrunk_TR, b_11NR[0, 0].T, beta=float(add_inputs), alpha=scale)
+            part_TN.addmm_(shrunk_TR, expand_RN, beta=float(add_inputs), alpha=scale)
             start += width
 
     def add_shrink(self, *args, **kwargs):

@@ -1,8 +1,12 @@
-"""vLLM workers whose norm gains are float32, named by `worker_cls`.
+"""Our vLLM worker, named by `worker_cls`: float32 norm gains, and a sleep that frees the KV cache.
 
 AQN adds noise as small as 1e-4 to gains near 1, which bf16 would round away (its spacing there is
 0.004 to 0.008). The gains are widened right after loading, before the model is compiled or its
 CUDA graphs are captured, so that later writes go to the very tensors the graphs read.
+
+vLLM's own sleep moves the weights to the host and back; between rollouts only the KV cache is in
+the trainer's way. Ours leaves the weights and the adapter's slot where they are, so that there is
+nothing to lose on waking.
 """
 
 from __future__ import annotations
@@ -42,11 +46,19 @@ def noisy_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return norms
 
 
-class FloatGainWorker(_Worker):
-    """A worker that widens the gains of the norms AQN writes to."""
+class QeRLWorker(_Worker):
+    """vLLM's worker with two of its steps changed (see the module docstring)."""
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
-        for norm in noisy_norms(self.model_runner.model).values():
-            gain = norm.weight
-            norm.weight = torch.nn.Parameter(gain.data.float(), requires_grad=False)
+        if self.vllm_config.additional_config["qerl_noise"]:
+            for norm in noisy_norms(self.model_runner.model).values():
+                gain = norm.weight
+                norm.weight = torch.nn.Parameter(gain.data.float(), requires_grad=False)
+
+    def _get_sleep_mode_backend(self):
+        from qerl.rollout.sleep import KvCacheSleep
+
+        if self._sleep_mode_backend is None:
+            self._sleep_mode_backend = KvCacheSleep()
+        return self._sleep_mode_backend

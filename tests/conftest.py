@@ -1,0 +1,71 @@
+"""What several test files share, each made once: SmolLM2's two folders and one vLLM engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "llm-compressor"
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"  # as training/quickstart.sh names them
+RANK = 32  # of the engine's adapter slot
+CONTEXT = 320  # tokens: more than two of the blocks that the prefix cache keeps on a CPU
+
+
+def _make(script: str, *arguments: object) -> None:
+    subprocess.run([sys.executable, SCRIPTS / script, *map(str, arguments)], check=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct in bf16."""
+    if not SMOLLM2.is_dir():
+        _make("smollm2.py", SMOLLM2)
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def smollm2_nvfp4(smollm2: Path) -> Path:
+    """SmolLM2-135M-Instruct in NVFP4."""
+    folder = smollm2.with_name(f"{smollm2.name}-NVFP4A16-rtn")
+    if not folder.is_dir():
+        _make("quantize_nvfp4.py", "--model", smollm2, "--output", folder, "--skip-generation")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _engine(smollm2_nvfp4: Path):
+    from qerl.policy import TARGETS
+    from qerl.rollout import Engine, EngineSettings
+
+    settings = EngineSettings(
+        model=str(smollm2_nvfp4),
+        max_model_len=CONTEXT,
+        max_num_seqs=16,
+        lora_rank=RANK,
+        lora_modules=TARGETS,
+        noise=True,
+        gpu_memory_utilization=0.3,
+        enforce_eager=True,
+    )
+    return Engine(settings)
+
+
+@pytest.fixture
+def engine(_engine):
+    """The shared engine of SmolLM2 in NVFP4, without adapter and noise."""
+    _engine.sync(None)
+    return _engine
+
+
+@pytest.fixture
+def tokenizer(smollm2_nvfp4: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_nvfp4)

@@ -1,0 +1,75 @@
+"""The importance weights against values worked out by hand, in every mode."""
+
+import math
+
+import pytest
+import torch
+
+from qerl.correction import MODES, weights
+
+CAP = 2.0
+# pi / mu of each token of two sequences; the zeros of MASK are outside the loss.
+RATIO = torch.tensor([[1.0, 0.5, 3.0, 9.0], [2.0, 4.0, 0.25, 0.1]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+EXPECTED = {
+    "token_truncate": [[1.0, 0.5, 2.0, 1.0], [2.0, 2.0, 0.25, 1.0]],
+    "token_mask": [[1.0, 0.5, 0.0, 1.0], [2.0, 0.0, 0.25, 1.0]],
+    "sequence_truncate": [[1.5], [2.0]],
+    "sequence_mask": [[1.5], [2.0]],
+}
+
+
+def weigh(ratio=RATIO, mask=MASK, mode="token_truncate", cap=CAP):
+    sampler = torch.full_like(ratio, -1.5)
+    return weights(sampler + ratio.log(), sampler, mask, mode, cap)
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_each_mode_has_the_weights_worked_out_by_hand(mode):
+    torch.testing.assert_close(weigh(mode=mode), torch.tensor(EXPECTED[mode]))
+
+
+def test_a_sequence_above_the_cap_is_cut_or_left_out():
+    ratio, mask = torch.tensor([[2.0, 1.25]]), torch.ones(1, 2)
+    torch.testing.assert_close(weigh(ratio, mask, "sequence_truncate"), torch.tensor([[2.0]]))
+    torch.testing.assert_close(weigh(ratio, mask, "sequence_mask"), torch.tensor([[0.0]]))
+
+
+def test_every_mode_is_worked_out_by_hand():
+    assert set(EXPECTED) | {"none"} == set(MODES)
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_a_sampler_that_agrees_gives_weight_1(mode):
+    made = weigh(torch.ones(2, 4), torch.ones(2, 4), mode)
+    assert torch.equal(made, torch.ones_like(made))
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+@pytest.mark.parametrize("padding", [math.nan, math.inf, -math.inf])
+def test_what_stands_in_masked_places_does_not_matter(mode, padding):
+    logps, sampler = torch.zeros(2, 4), torch.full((2, 4), -0.1)
+    clean = weights(logps, sampler, MASK, mode, CAP)
+    dirty = weights(
+        logps.masked_fill(MASK == 0, padding), sampler.masked_fill(MASK == 0, padding), MASK, mode, CAP
+    )
+    assert torch.equal(dirty, clean)
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_one_token_that_explodes_is_held_to_the_cap(mode):
+    ratio = torch.tensor([[1.0, 1e20], [1.0, 1.0]])
+    made = weigh(ratio, torch.ones(2, 2), mode)
+    assert made.isfinite().all() and made.max() <= CAP
+
+
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_a_ratio_beyond_float32_is_held_to_the_cap(mode):
+    made = weights(torch.zeros(1, 2), torch.full((1, 2), -500.0), torch.ones(1, 2), mode, CAP)
+    assert made.isfinite().all() and made.max() <= CAP
+
+
+@pytest.mark.parametrize("mode", ["none", "token", ""])
+def test_a_mode_that_weighs_nothing_is_refused(mode):
+    with pytest.raises(ValueError, match="expected one of"):
+        weigh(mode=mode)
