@@ -1,14 +1,13 @@
 """How fast qerl/kernels/dequantize.py turns the weights of a model into bf16, on this GPU.
 
-    python -m benchmarks.dequantize [--tiles default|all] [--output results.json]
+    python -m benchmarks.dequantize [--output results.json]
 
 Prints TB/s a weight, counting the bytes read (codes and scales) and written, and the milliseconds
 that all projections of a model take; beside them a device copy of as many bytes, and a fill of the
 output alone, since four fifths of the traffic are writes. Every result is first compared with
 qerl/nvfp4.py, bit by bit, in a poisoned output. Calls rotate among sets of random inputs and
 outputs that together exceed the L2 cache four times, run from a CUDA graph, and are timed by
-events; a time is the median of REPLAYS replays. The default tile is timed first and last: their
-difference is the noise.
+events; a time is the median of REPLAYS replays. The kernel is timed twice: the difference is noise.
 """
 
 from __future__ import annotations
@@ -27,32 +26,12 @@ import triton
 from benchmarks.shapes import SHAPES, fused_groups
 from qerl import nvfp4
 from qerl.kernels import available
-from qerl.kernels.dequantize import TILE, Tile, launch
+from qerl.kernels.dequantize import dequantize
 
 DTYPE = torch.bfloat16
 REPLAYS = 20
 GRAPH_SECONDS = 2e-3  # at 4 TB/s; long against the gap between two replays
 MODELS = ("qwen2.5-7b", "qwen2.5-32b")
-TILES = {
-    "default": TILE,
-    "unroll 1": TILE._replace(unroll=1),
-    "unroll 2": TILE._replace(unroll=2),
-    "unroll 8": TILE._replace(unroll=8),
-    "2 warps": TILE._replace(warps=2),
-    "8 warps": TILE._replace(warps=8),
-    "8 warps, unroll 2": TILE._replace(warps=8, unroll=2),
-    "8 warps, unroll 8": TILE._replace(warps=8, unroll=8),
-    "vector 4": TILE._replace(vector=4, unroll=1),
-    "store .cs": TILE._replace(store=".cs"),
-    "16 programs an SM": TILE._replace(programs_per_sm=16),
-    "8 programs an SM, unroll 8": TILE._replace(programs_per_sm=8, unroll=8),
-    "PTX": TILE._replace(inline_ptx=True),
-    "reciprocal": TILE._replace(reciprocal=True),
-    "PTX, reciprocal": TILE._replace(inline_ptx=True, reciprocal=True),
-    "PTX, reciprocal, .cs": TILE._replace(inline_ptx=True, reciprocal=True, store=".cs"),
-    "PTX, reciprocal, unroll 8": TILE._replace(inline_ptx=True, reciprocal=True, unroll=8),
-    "default again": TILE,
-}
 
 
 class Weights(NamedTuple):
@@ -95,12 +74,16 @@ def enough_sets(rows: int, columns: int) -> list[Weights]:
     return [first, *(random_weights(rows, columns) for _ in range(more))]
 
 
-def check(weights: Weights, name: str, tile: Tile) -> None:
+def rebuild(weights: Weights) -> None:
+    dequantize(weights.packed, weights.scale, weights.global_scale, DTYPE, out=weights.out)
+
+
+def check(weights: Weights) -> None:
     weights.out.fill_(float("nan"))
-    launch(*weights, tile)
+    rebuild(weights)
     expected = nvfp4.dequantize(weights.packed, weights.scale, weights.global_scale, DTYPE)
     if not torch.equal(weights.out.view(torch.int16), expected.view(torch.int16)):
-        raise AssertionError(f"{name}: {list(weights.out.shape)} differs from qerl.nvfp4")
+        raise AssertionError(f"{list(weights.out.shape)} differs from qerl.nvfp4")
 
 
 def microseconds(call: Callable[[int], None], sets: int, traffic: int) -> float:
@@ -124,13 +107,13 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(end)
 
 
-def measure_shape(rows: int, columns: int, tiles: dict[str, Tile]) -> list[Result]:
+def measure_shape(rows: int, columns: int) -> list[Result]:
     sets = enough_sets(rows, columns)
     traffic = sets[0].traffic()
+    check(sets[0])
     results = baselines(sets)
-    for name, tile in tiles.items():
-        check(sets[0], name, tile)
-        time = microseconds(lambda i, tile=tile: launch(*sets[i], tile), len(sets), traffic)
+    for name in ("dequantize", "dequantize again"):
+        time = microseconds(lambda i: rebuild(sets[i]), len(sets), traffic)
         results.append(Result(name, rows, columns, traffic, time))
     return results
 
@@ -169,19 +152,14 @@ def print_table(results: list[Result], models: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(MODELS))
-    parser.add_argument(
-        "--tiles", choices=("default", "all"), default="default", help="all: every way to cut it"
-    )
     parser.add_argument("--output", type=Path, help="write every time to this JSON file")
     args = parser.parse_args()
     if not available("cuda"):
         parser.error("needs a CUDA GPU, Ampere or later, and Triton")
 
-    names = TILES if args.tiles == "all" else ("default", "default again")
-    tiles = {name: TILES[name] for name in names}
     results = []
     for shape in dict.fromkeys(shape for model in args.models for shape in weights_of(model)):
-        results += measure_shape(*shape, tiles)
+        results += measure_shape(*shape)
         torch.cuda.empty_cache()
     machine = {
         "gpu": torch.cuda.get_device_name(),
@@ -192,8 +170,7 @@ def main() -> None:
     print_table(results, args.models)
     if args.output:
         lines = [{**r._asdict(), "tb_per_s": r.tb_per_s()} for r in results]
-        report = {**machine, "tiles": {k: t._asdict() for k, t in tiles.items()}, "results": lines}
-        args.output.write_text(json.dumps(report, indent=1))
+        args.output.write_text(json.dumps({**machine, "results": lines}, indent=1))
 
 
 if __name__ == "__main__":

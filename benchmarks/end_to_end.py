@@ -5,9 +5,9 @@
 Reads what qerl.train wrote, metrics.jsonl and config.json, and measures nothing itself. A number is
 the median over the steps after the first --skip (which compile and warm up); a value that is null
 in some steps (no token was in the loss) is taken over the others. step = rollout + reward + sync +
-train; tokens/s are sampled tokens by the time of sampling; peak is torch's own memory (vLLM's is in
-it only where both share a process; benchmarks/memory.py has the whole GPU); gap is |sampler -
-trainer| in nats a token; "x first" is the first run's step time over this one's.
+train; tokens/s are sampled tokens by the time of sampling; peak is the trainer's own record of
+torch's memory (benchmarks/memory.py has the whole GPU); gap is |sampler - trainer| in nats a token;
+"x first" is the first run's step time over this one's.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Column(NamedTuple):
 
     def cell(self, value: object) -> str:
         if value is None:
-            return "-".rjust(self.width) if self.spec else "-".ljust(self.width)
+            return "-".rjust(self.width) if self.spec else " " * self.width
         return format(value, self.spec).rjust(self.width) if self.spec else f"{value:<{self.width}}"
 
     def heading(self) -> str:
@@ -168,6 +168,7 @@ def send(job: dict, row: dict) -> None:
 def last_word(log: str) -> str:
     """The line of a log that says what went wrong: the last exception, else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in lines]  # torch's, of a dying worker
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
     return (raised or lines or ["it said nothing"])[-1]
 

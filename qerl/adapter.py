@@ -13,6 +13,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+# Settings of PEFT's that A, B, rank and alpha do not say all about: read as plain LoRA, an adapter
+# that has one would be applied as another.
+NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -51,4 +55,7 @@ def of_folder(folder: str | Path) -> Adapter:
                 f"{file} is missing: expected a PEFT adapter folder, such as <output-dir>/adapter"
             )
     settings = json.loads(config.read_text())
+    others = [f"{key} {settings[key]}" for key in NOT_PLAIN if settings.get(key)]
+    if others:
+        raise ValueError(f"{config} has {', '.join(others)}: expected plain LoRA factors alone")
     return Adapter(load_file(weights), settings["r"], settings["lora_alpha"])

@@ -62,7 +62,9 @@ class TrainConfig:
         0.3, "share of the GPU's memory for the sampler, its weights and KV cache, in (0, 1)"
     )
     temperature: float = _flag(1.0, "of sampling; log-probabilities are taken at it")
-    enforce_eager: bool = _flag(False, "no CUDA graphs in the engine: starts faster, samples slower")
+    enforce_eager: bool = _flag(
+        False, "no CUDA graphs in the engine: starts faster, samples slower"
+    )
     # Optimizer
     learning_rate: float = _flag(1e-5, "peak learning rate (paper: 1e-5 NVFP4, 5e-6 bf16)")
     lr_scheduler_type: str = _flag("cosine", "transformers' name of the schedule")
@@ -77,7 +79,9 @@ class TrainConfig:
     beta: float = _flag(0.0, "weight of the KL to the base model; 0: none, as in DAPO")
     epsilon: float = _flag(0.2, "lower clip of the ratio")
     epsilon_high: float = _flag(0.28, "upper clip of the ratio (clip-higher)")
-    mask_truncated_completions: bool = _flag(True, "leave completions cut by length out of the loss")
+    mask_truncated_completions: bool = _flag(
+        True, "leave completions cut by length out of the loss"
+    )
     sampler_correction: str = _flag(
         "token_truncate", "importance weights for the sampler's own policy", CORRECTIONS
     )
@@ -182,40 +186,60 @@ class TrainConfig:
             yield 0 <= value < 1, f"--{_kebab(name)} {value}: expected at least 0 and below 1"
         seed = self.random_state
         yield 0 <= seed < 2**32, f"--random-state {seed}: expected at least 0 and below 2**32"
-        yield self.num_generations >= 2, (
-            f"--num-generations {self.num_generations}: a group needs at least 2 completions, "
-            "since the advantage compares them"
+        yield (
+            self.num_generations >= 2,
+            (
+                f"--num-generations {self.num_generations}: a group needs at least 2 completions, "
+                "since the advantage compares them"
+            ),
         )
-        yield self.completions_per_step % self.num_generations == 0, (
-            f"--num-generations {self.num_generations} does not divide the batch of "
-            f"{self.completions_per_step} completions (--per-device-train-batch-size "
-            f"{self.per_device_train_batch_size} x --gradient-accumulation-steps "
-            f"{self.gradient_accumulation_steps}): change one of the three"
+        yield (
+            self.completions_per_step % self.num_generations == 0,
+            (
+                f"--num-generations {self.num_generations} does not divide the batch of "
+                f"{self.completions_per_step} completions (--per-device-train-batch-size "
+                f"{self.per_device_train_batch_size} x --gradient-accumulation-steps "
+                f"{self.gradient_accumulation_steps}): change one of the three"
+            ),
         )
         share = self.vllm_gpu_memory_utilization
-        yield 0 < share < 1, (
-            f"--vllm-gpu-memory-utilization {share}: expected a share of the GPU's memory between "
-            "0 and 1, such as 0.3"
+        yield (
+            0 < share < 1,
+            (
+                f"--vllm-gpu-memory-utilization {share}: expected a share of the GPU's memory "
+                "between 0 and 1, such as 0.3"
+            ),
         )
         yield 0 <= self.warmup_ratio < 1, f"--warmup-ratio {self.warmup_ratio}: expected 0 to 1"
         needed = self.max_prompt_length + self.max_completion_length
-        yield self.max_model_len >= needed, (
-            f"--max-seq-length {self.max_seq_length} is shorter than prompt + completion "
-            f"({needed} tokens): raise it or set it to 0"
+        yield (
+            self.max_model_len >= needed,
+            (
+                f"--max-seq-length {self.max_seq_length} is shorter than prompt + completion "
+                f"({needed} tokens): raise it or set it to 0"
+            ),
         )
-        yield self.epsilon_high >= self.epsilon, (
-            f"--epsilon-high {self.epsilon_high} is below --epsilon {self.epsilon}"
+        yield (
+            self.epsilon_high >= self.epsilon,
+            (f"--epsilon-high {self.epsilon_high} is below --epsilon {self.epsilon}"),
         )
-        yield self.sampler_correction_cap >= 1, (
-            f"--sampler-correction-cap {self.sampler_correction_cap}: expected at least 1, the "
-            "weight of a token on which sampler and trainer agree"
+        yield (
+            self.sampler_correction_cap >= 1,
+            (
+                f"--sampler-correction-cap {self.sampler_correction_cap}: expected at least 1, the "
+                "weight of a token on which sampler and trainer agree"
+            ),
         )
-        yield self.use_vllm or not self.has_noise, (
-            "--use-vllm False samples from the clean policy: noise needs the engine; add --ln False"
+        yield (
+            self.use_vllm or not self.has_noise,
+            ("--use-vllm False samples from the clean policy; noise needs the engine: add --no-ln"),
         )
-        yield self.use_vllm or self.sampler_correction == "none", (
-            "--use-vllm False gives no sampler log-probabilities to correct with; add "
-            "--sampler-correction none"
+        yield (
+            self.use_vllm or self.sampler_correction == "none",
+            (
+                "--use-vllm False gives no sampler log-probabilities to correct with; add "
+                "--sampler-correction none"
+            ),
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m qerl.evaluate`: accuracy of a model, with or without its adapter, on data sets by name.
+"""`python -m qerl.evaluate`: accuracy of a model, with or without an adapter, on data sets.
 
 Prompts and verdicts are the training's own (qerl.data): one template a data set. Sampling is the
 engine's, without noise. `--completions` scores existing text and loads no model.
@@ -108,7 +108,9 @@ def _sync(engine, loaded, tokenizer, tasks) -> float | None:
     before = engine.score(tokens)
     engine.sync(loaded)
     after = engine.score(tokens)
-    changes = [abs(a - b) for x, y in zip(after, before) for a, b in zip(x, y)]
+    changes = [
+        abs(a - b) for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True)
+    ]
     change = sum(changes) / len(changes)
     if change == 0:
         raise ValueError("the adapter changes no log-probability: is it an untrained one?")
@@ -126,9 +128,7 @@ def _run_task(engine, tokenizer, task, arguments) -> dict:
             f"({arguments.max_prompt_length})"
         )
     repeated = [ids for ids in prompts for _ in range(arguments.samples)]
-    sampling = Sampling(
-        arguments.max_completion_length, arguments.temperature, arguments.top_p
-    )
+    sampling = Sampling(arguments.max_completion_length, arguments.temperature, arguments.top_p)
     drawn = engine.generate(repeated, sampling, seed=arguments.seed)
     texts = tokenizer.batch_decode([c.token_ids for c in drawn], skip_special_tokens=True)
     answers = [row["answer"] for row in task.rows for _ in range(arguments.samples)]

@@ -1,7 +1,7 @@
 """The NVFP4 format in plain torch: the reference that every kernel is held to.
 
 A weight [N, K] is stored as
-    packed        uint8          [N, K/2]    two E2M1 codes a byte, the even column in the low nibble
+    packed        uint8          [N, K/2]    two E2M1 codes a byte, the even column low
     scale         float8_e4m3fn  [N, K/16]   one a block of 16 consecutive columns
     global_scale  float32        [1]         a divisor, one a tensor (one a fused group)
 and means  w = e2m1(code) * (scale / global_scale)  with the quotient and the product in float32,

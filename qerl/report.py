@@ -1,4 +1,4 @@
-"""`python -m qerl.report RUN [RUN ...]`: draw curves.png from the metrics of one or several runs."""
+"""`python -m qerl.report RUN [RUN ...]`: draw curves.png from the metrics of runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def draw(runs: dict[str, list[dict]], output: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
-    for axis, (key, title) in zip(axes.flat, PANELS):
+    for axis, (key, title) in zip(axes.flat, PANELS, strict=False):
         for name, rows in runs.items():
             axis.plot([r["step"] for r in rows], [_number(r[key]) for r in rows], label=name)
         axis.set(title=title, xlabel="step")

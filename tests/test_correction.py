@@ -50,9 +50,8 @@ def test_a_sampler_that_agrees_gives_weight_1(mode):
 def test_what_stands_in_masked_places_does_not_matter(mode, padding):
     logps, sampler = torch.zeros(2, 4), torch.full((2, 4), -0.1)
     clean = weights(logps, sampler, MASK, mode, CAP)
-    dirty = weights(
-        logps.masked_fill(MASK == 0, padding), sampler.masked_fill(MASK == 0, padding), MASK, mode, CAP
-    )
+    logps, sampler = (values.masked_fill(MASK == 0, padding) for values in (logps, sampler))
+    dirty = weights(logps, sampler, MASK, mode, CAP)
     assert torch.equal(dirty, clean)
 
 

@@ -113,19 +113,18 @@ def compile_kernel(capability, dtype):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from qerl.kernels.dequantize import TILE, _dequantize_kernel, constants
+    from qerl.kernels.dequantize import CONSTANTS, WARPS, _dequantize_kernel
 
-    fixed = constants(TILE)
     pointers = {"packed_ptr": "*i32", "scale_ptr": "*i8", "global_ptr": "*fp32"}
     signature = {**pointers, "out_ptr": f"*{dtype}", "n_words": "i32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
     source = triton.compiler.ASTSource(
         fn=_dequantize_kernel,
-        signature={**signature, **dict.fromkeys(fixed, "constexpr")},
-        constexprs={(_dequantize_kernel.arg_names.index(k),): v for k, v in fixed.items()},
+        signature={**signature, **dict.fromkeys(CONSTANTS, "constexpr")},
+        constexprs={(_dequantize_kernel.arg_names.index(k),): v for k, v in CONSTANTS.items()},
         attrs=aligned,
     )
-    options = {"num_warps": TILE.warps, "num_stages": 1}
+    options = {"num_warps": WARPS, "num_stages": 1}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -73,7 +73,7 @@ def test_stages_are_equal_and_the_last_one_takes_the_rest(num_stages):
 
 @pytest.mark.parametrize("num_stages", SMALL_STAGES)
 def test_the_stage_is_the_papers_formula_while_that_is_a_stage(num_stages):
-    """k = floor((step - 1) / floor(M / K)): from K * floor(M / K) steps on it would leave 0..K-1."""
+    """k = floor((step - 1) / floor(M / K)), as long as that is one of 0..K-1."""
     for steps in SMALL_STEPS:
         made, length = schedule(num_stages, steps), steps // num_stages
         for step in range(1, num_stages * length + 1):

@@ -51,7 +51,7 @@ def model(family: str, tied: bool, seed: int = 0) -> torch.nn.Module:
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in made.named_parameters():
         if name.endswith(("bias", "norm.weight")):
             parameter.data.add_(torch.randn_like(parameter) * 0.3)

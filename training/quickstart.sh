@@ -8,7 +8,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 python=$root/.venv/bin/python
-STEPS=${STEPS:-30}
+STEPS=${STEPS:-40}
 SEED=${SEED:-1}
 OUTPUT_DIR=${OUTPUT_DIR:-$root/runs/quickstart}
 MODEL=${MODEL:-}
@@ -33,7 +33,7 @@ fi
 
 evaluate() { # output, more flags: accuracy on sums that training never sees
   "$python" -m qerl.evaluate --model "$checkpoint" --dataset arithmetic --samples 8 \
-    --temperature 1 --top-p 1 --max-prompt-length 64 --max-completion-length 24 \
+    --max-prompt-length 64 --max-completion-length 16 \
     --vllm-gpu-memory-utilization 0.3 --output "$OUTPUT_DIR/$@"
 }
 
@@ -45,10 +45,10 @@ say "training: $STEPS steps"
 "$python" -m qerl.train --model-name "$checkpoint" --dataset arithmetic --output-dir "$OUTPUT_DIR" \
   --max-steps "$STEPS" --random-state "$SEED" --save-steps 5 \
   --per-device-train-batch-size 32 --num-generations 8 \
-  --max-prompt-length 64 --max-completion-length 24 --mask-truncated-completions False \
-  --learning-rate 2e-4 --warmup-ratio 0 --max-grad-norm 1 --optim adamw_torch \
+  --max-prompt-length 64 --max-completion-length 16 --mask-truncated-completions False \
+  --learning-rate 5e-4 --warmup-ratio 0 --max-grad-norm 1 --optim adamw_torch \
   --lora-rank 16 --lora-alpha 32 --gradient-checkpointing False \
-  --sigma-start 1e-2 --sigma-end 5e-4 --num-stages 10 --logging-steps 0 "$@"
+  --sigma-start 3e-3 --sigma-end 3e-4 --num-stages 10 --logging-steps 0 "$@"
 
 say "accuracy on held-out sums after training"
 evaluate eval.json --adapter "$OUTPUT_DIR/adapter"

@@ -1,6 +1,6 @@
 """Data sets: a name becomes prompts, answers, a verdict and reward functions.
 
-hub.py knows the sets of the Hugging Face hub and is the only user of `datasets`; arithmetic.py
+hub.py knows the sets of the Hugging Face hub; arithmetic.py
 makes problems without a download; files.py reads a user's own file. Prompts are chat messages; no
 tokenizer is known here.
 """
@@ -96,6 +96,13 @@ def order(count: int, rows: int, seed: int) -> list[int]:
         raise ValueError(f"cannot order {count} prompts out of {rows} rows: at least one is needed")
     epochs = range(-(-count // rows))
     return [index for epoch in epochs for index in _permutation(rows, seed, epoch)][:count]
+
+
+def in_order(task: Task, count: int, seed: int):
+    """The `count` prompts of a run, in `order`, as the datasets.Dataset that TRL takes."""
+    from datasets import Dataset
+
+    return Dataset.from_list([task.rows[i] for i in order(count, len(task.rows), seed)])
 
 
 def _permutation(rows: int, seed: int, epoch: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 Training and evaluation use the same template, and it asks for the format that the verdict reads.
 `convert` is pure: a row in the hub's own columns in, a prompt and an answer out. Only `rows`
-touches the network, and it is the only user of `datasets`.
+touches the network.
 
 Rewards of a completion: 1 for a right answer, nothing for a wrong one. GSM8K alone asks for tags
 (the paper's format), and there up to FORMAT_WEIGHT is added for keeping to them, so that a wrong

@@ -122,7 +122,10 @@ class Engine:
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
         outputs = self._run(token_ids, params)
         return [
-            [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:])]
+            [
+                entry[token].logprob
+                for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)
+            ]
             for out, ids in zip(outputs, token_ids, strict=True)
         ]
 
@@ -254,8 +257,7 @@ def _clean_gains(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, tor
     from qerl.rollout.worker import noisy_norms
 
     return {
-        name: (norm, norm.weight.data.float().clone())
-        for name, norm in noisy_norms(model).items()
+        name: (norm, norm.weight.data.float().clone()) for name, norm in noisy_norms(model).items()
     }
 
 

@@ -1,18 +1,67 @@
-"""One adapter for the whole batch, as two dense matmuls a projection: y += (x A^T) B^T.
+"""One adapter for the whole batch, as dense matmuls: y += (x A^T) B^T.
 
 vLLM's own kernels serve many adapters at once and look each token's up; RL has exactly one, the
 policy. The slot is read whatever a request names, so "no adapter" is a slot of zeros: the engine
-sees to that. Named to vLLM through its platform's `get_punica_wrapper` (qerl._compat).
+sees to that. Projections that vLLM fuses (q, k, v; gate, up) share one matmul with x.
+Named to vLLM through its platform's `get_punica_wrapper` (qerl._compat).
 """
 
 from __future__ import annotations
 
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+from vllm.utils.torch_utils import direct_register_custom_op
+
+
+def add_adapter(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a_parts: list[torch.Tensor],
+    b_parts: list[torch.Tensor],
+    widths: list[int],
+    scale: float,
+    add_inputs: bool,
+) -> None:
+    """Add (or, without add_inputs, write) each part's adapter output to y [T, N] in place.
+
+    x [T, K]; a_parts[i] [1, 1, R, K] side by side in memory (see join_shrinks); b_parts[i]
+    [1, 1, N_i, R] of the columns widths[i] wide. Scales of the adapter are folded into B.
+    """
+    rank, columns = a_parts[0].shape[-2:]
+    a_RK = torch.as_strided(a_parts[0], (len(a_parts) * rank, columns), (columns, 1))
+    shrunk_TR = x @ a_RK.T
+    start = 0
+    for i, width in enumerate(widths):
+        part_TR = shrunk_TR[:, i * rank : (i + 1) * rank]
+        expand_RN = b_parts[i][0, 0].T
+        part_TN = y[:, start : start + width]
+        part_TN.addmm_(part_TR, expand_RN, beta=float(add_inputs), alpha=scale)
+        start += width
+
+
+def _nothing(y, x, a_parts, b_parts, widths, scale, add_inputs) -> None:
+    """What torch.compile may know of add_adapter: it writes y, whose shape stays."""
+
+
+# One opaque step to the compiler, which would otherwise tune every small matmul for a minute.
+direct_register_custom_op("qerl_add_adapter", add_adapter, mutates_args=["y"], fake_impl=_nothing)
+
+
+def join_shrinks(modules) -> None:
+    """Put the A factors of each fused projection side by side, as add_adapter reads them."""
+    for module in modules:
+        parts = module.lora_a_stacked
+        rank = parts[0].shape[-2]
+        joined = torch.zeros(
+            len(parts) * rank, parts[0].shape[-1], dtype=parts[0].dtype, device=parts[0].device
+        )
+        module.lora_a_stacked = tuple(
+            joined[i * rank : (i + 1) * rank][None, None] for i in range(len(parts))
+        )
 
 
 class DensePunicaWrapper(PunicaWrapperBase):
-    """vLLM's adapter interface for a single slot; scales are folded into B when it is loaded."""
+    """vLLM's adapter interface for a single slot."""
 
     def __init__(self, max_num_batched_tokens: int, max_batches: int, device, **kwargs):
         super().__init__(max_num_batched_tokens, max_batches, device)
@@ -24,29 +73,12 @@ class DensePunicaWrapper(PunicaWrapperBase):
         """Nothing depends on which token asks for which adapter."""
 
     def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        *,
-        add_inputs: bool = True,
-        **kwargs,
+        self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, *, add_inputs=True, **_
     ) -> None:
-        """Add (or, without add_inputs, write) each slice's adapter output to y [T, N] in place.
-
-        x [T, K]; lora_a_stacked[i] [1, 1, R, K] and lora_b_stacked[i] [1, 1, N_i, R] of slice i,
-        whose width is output_slices[i].
-        """
-        start = 0
-        for i, width in enumerate(output_slices):
-            shrunk_TR = x @ lora_a_stacked[i][0, 0].T
-            expand_RN = lora_b_stacked[i][0, 0].T
-            part_TN = y[:, start : start + width]
-            part_TN.addmm_(shrunk_TR, expand_RN, beta=float(add_inputs), alpha=scale)
-            start += width
+        """vLLM's call for every adapted projection: see add_adapter."""
+        torch.ops.vllm.qerl_add_adapter(
+            y, x, list(lora_a_stacked), list(lora_b_stacked), list(output_slices), scale, add_inputs
+        )
 
     def add_shrink(self, *args, **kwargs):
         raise NotImplementedError("fully sharded adapters (several GPUs) use vLLM's own kernels")

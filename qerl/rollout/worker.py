@@ -1,4 +1,4 @@
-"""Our vLLM worker, named by `worker_cls`: float32 norm gains, and a sleep that frees the KV cache.
+"""Our vLLM worker, named by `worker_cls`: float32 gains, joined adapters, a sleep of its own.
 
 AQN adds noise as small as 1e-4 to gains near 1, which bf16 would round away (its spacing there is
 0.004 to 0.008). The gains are widened right after loading, before the model is compiled or its
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 from vllm.platforms import current_platform
+
+from qerl.rollout.lora import join_shrinks
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -47,7 +49,7 @@ def noisy_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 class QeRLWorker(_Worker):
-    """vLLM's worker with two of its steps changed (see the module docstring)."""
+    """vLLM's worker with loading and sleep changed (see the module docstring)."""
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
@@ -55,6 +57,8 @@ class QeRLWorker(_Worker):
             for norm in noisy_norms(self.model_runner.model).values():
                 gain = norm.weight
                 norm.weight = torch.nn.Parameter(gain.data.float(), requires_grad=False)
+        if self.vllm_config.lora_config is not None:
+            join_shrinks(self.model_runner.lora_manager._adapter_manager.modules.values())
 
     def _get_sleep_mode_backend(self):
         from qerl.rollout.sleep import KvCacheSleep

@@ -1,0 +1,11 @@
+"""Reward functions for tests, given to --reward: their scores vary, so that there are gradients."""
+
+
+def digits(completions, **kwargs) -> list[float]:
+    """The number of digits in a completion, over ten."""
+    return [sum(map(str.isdigit, completion[-1]["content"])) / 10 for completion in completions]
+
+
+def constant(completions, **kwargs) -> list[float]:
+    """The same for every completion: a group without variance."""
+    return [1.0] * len(completions)
