@@ -180,9 +180,8 @@ def build_ours(job: dict) -> tuple[Generate, object]:
     """The trainer's engine, and vLLM's LLM inside it."""
     from qerl.noise import Noise
     from qerl.policy import TARGETS
-    from qerl.rollout import Engine, EngineSettings, Sampling
+    from qerl.rollout import EngineSettings, Sampling
 
-    bend_vllm(job["arm"])
     settings = EngineSettings(
         model=job["folder"],
         max_model_len=job["prompt"] + job["output"],
@@ -193,7 +192,7 @@ def build_ours(job: dict) -> tuple[Generate, object]:
         gpu_memory_utilization=job["gpu_memory"],
         linear_backend=job["linear_backend"],
     )
-    engine = Engine(settings)
+    engine = bent_engine(settings, job["arm"])
     noise = Noise(seed=0, step=1, sigma=SIGMA) if job["noise"] else None
     engine.sync(random_adapter(job) if job["rank"] else None, noise)
 
@@ -203,17 +202,21 @@ def build_ours(job: dict) -> tuple[Generate, object]:
     return generate, engine.llm
 
 
-def bend_vllm(arm: str) -> None:
-    """Let the Engine ask vLLM for two things that training has no use for.
+def bent_engine(settings, arm: str):
+    """The Engine, asking vLLM for two things that training has no use for.
 
-    Sampling that goes on past the end of text, and for nf4 its quantization. The Engine takes both
-    names from the module vllm when it calls them.
+    nf4's quantization, and sampling that goes on past the end of text. The Engine takes both names
+    from the module vllm when it calls them; vLLM's own modules need them whole while it starts.
     """
     import vllm
 
-    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
+    from qerl.rollout import Engine
+
     if arm == "nf4":
         vllm.LLM = functools.partial(vllm.LLM, quantization="bitsandbytes")
+    engine = Engine(settings)
+    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
+    return engine
 
 
 def build_stock(job: dict) -> tuple[Generate, object]:

@@ -23,10 +23,13 @@ def weights(
     """The weight of each token [B, T], or of each sequence [B, 1] in the sequence modes.
 
     logps are natural logarithms at the sampling temperature; mask is 1 for tokens in the loss.
-    Truncating clips a weight to `cap`; masking gives a token (or sequence) above it weight 0.
+    Truncating clips a weight to `cap`; masking gives a token (or sequence) above it weight 0; none
+    weighs all alike.
     """
-    if mode not in MODES[1:]:
-        raise ValueError(f"correction mode {mode!r}: expected one of {MODES[1:]}")
+    if mode not in MODES:
+        raise ValueError(f"correction mode {mode!r}: expected one of {MODES}")
+    if mode == "none":
+        return torch.ones_like(logps_BT)
     log_ratio = (logps_BT - sampler_logps_BT).masked_fill(mask_BT == 0, 0.0)
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(-1, keepdim=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from qerl import config as settings
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
+        _check_output(arguments.output)
         report = _score_file(arguments) if arguments.completions else _evaluate(arguments)
     except (ValueError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -31,6 +33,13 @@ def main(argv: list[str] | None = None) -> int:
             f"{result['samples']} samples)"
         )
     return 0
+
+
+def _check_output(path: str) -> None:
+    """Raise ValueError now rather than after hours of sampling."""
+    folder = Path(path).parent
+    if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"--output {path} cannot be written: {folder} is no folder, or read-only")
 
 
 def accuracy(verdicts: list[list[bool]]) -> dict:

@@ -83,7 +83,8 @@ def _draw_times(axis, runs: dict[str, list[dict]]) -> None:
         axis.bar(list(means), list(means.values()), bottom=list(bottoms.values()), label=label)
         bottoms = {name: bottoms[name] + means[name] for name in runs}
     axis.set(title="mean seconds a step")
-    axis.legend(fontsize="small")
+    axis.margins(y=0.25)
+    axis.legend(fontsize="small", ncols=4, loc="upper center")
 
 
 def _number(value: float | None) -> float:

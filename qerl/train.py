@@ -135,13 +135,13 @@ def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
     from qerl import trainer as training
 
     run_dir = Path(config.output_dir)
+    if (run_dir / "adapter").is_dir():
+        print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
+        return
     resume = training.last_checkpoint(run_dir) if continued else None
     training.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
     if not continued:
         settings.write_json(run_dir / "config.json", _record(config))
-    if (run_dir / "adapter").is_dir():
-        print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
-        return
     trainer = _build(config, plan, _engine(config, plan) if config.use_vllm else None)
     if resume:
         print(f"continuing from {resume}")

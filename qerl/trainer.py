@@ -112,7 +112,7 @@ class Sampler:
     def generate(self, prompts, images, num_generations, profiler=None):
         """TRL's contract: (prompt ids, completion ids, log-probabilities, their token ids)."""
         with self.trainer.timed("time_rollout_s"):
-            drawn = self.engine.generate(prompts, self.sampling, seed=self.seed + self._step())
+            drawn = self.engine.generate(prompts, self.sampling, seed=self._draw_seed())
             self.engine.sleep()
         ids = [completion.token_ids for completion in drawn]
         logprobs = [[[value] for value in completion.logprobs] for completion in drawn]
@@ -120,6 +120,10 @@ class Sampler:
 
     def _step(self) -> int:
         return self.trainer.state.global_step + 1
+
+    def _draw_seed(self) -> int:
+        """A function of (seed, step), so that a resumed run draws what it would have drawn."""
+        return (self.seed * 1_000_003 + self._step()) % 2**63
 
     def _noise(self) -> Noise | None:
         if self.schedule is None:
@@ -146,8 +150,8 @@ class QeRLTrainer(GRPOTrainer):
             self._last_loaded_step = -1
         # With one update a rollout, TRL's extra forward pass for the log-probabilities "before the
         # update" would return what the loss computes anyway: the weights are made there instead.
-        self._fused = self.vllm_importance_sampling_correction and self.num_iterations == 1
-        self._fused = self._fused and engine is not None
+        self._fused = engine is not None and self.num_iterations == 1
+        self._correction = config.sampler_correction
         if self._fused:
             self.vllm_importance_sampling_correction = False
         self._pending = None
@@ -168,7 +172,7 @@ class QeRLTrainer(GRPOTrainer):
         if not self._fused:
             return super()._compute_loss(model, inputs)
         sampler_logps_BT = inputs["sampling_per_token_logps"]
-        width = 1 if self.vllm_importance_sampling_mode.startswith("sequence") else None
+        width = 1 if self._correction.startswith("sequence") else None
         weights = torch.ones_like(sampler_logps_BT[:, :width])
         self._pending = weights, sampler_logps_BT, inputs["completion_mask"]
         self.vllm_importance_sampling_correction = True
@@ -183,7 +187,7 @@ class QeRLTrainer(GRPOTrainer):
         if self._pending is not None:
             weights, sampler_logps_BT, mask_BT = self._pending
             logps_BT = result[0].detach()
-            mode, cap = self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max
+            mode, cap = self._correction, self.vllm_importance_sampling_clip_max
             weights.copy_(correction.weights(logps_BT, sampler_logps_BT, mask_BT, mode, cap))
             self._gaps.append((logps_BT - sampler_logps_BT)[mask_BT.bool()].abs())
         return result
@@ -294,9 +298,10 @@ class Progress(TrainerCallback):
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "reward" not in (logs or {}):
+        if "loss" not in (logs or {}):
             return
-        self.bar.set_postfix(reward=f"{logs['reward']:.2f}", entropy=f"{logs['entropy']:.2f}")
+        if "reward" in logs:  # absent from the later updates on a rollout
+            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", entropy=f"{logs['entropy']:.2f}")
         self.bar.update(state.global_step - self.bar.n)
         if self.every and state.global_step % self.every == 0:
             shown = {

@@ -366,9 +366,8 @@ def test_the_bf16_control_takes_the_same_path(smollm2, tmp_path):
 @pytest.fixture
 def batch(built, engine, smollm2_nvfp4, tmp_path):
     """A trainer and inputs sampled under strong noise, with TRL's own weights among them."""
-    config = training.TrainConfig
     config = train.settings.parse(command(smollm2_nvfp4, tmp_path / "run"))
-    trainer = train._build(config, train._plan(config))
+    trainer = train._build(config, train._plan(config), engine)
     trainer.current_gradient_accumulation_steps = 1
     trainer.vllm_generation._noise = lambda: Noise(1, 1, 0.03)
     trainer.model.train()
@@ -389,7 +388,7 @@ def gradient(trainer, compute, inputs) -> tuple[float, torch.Tensor]:
 def test_our_weights_are_trls_without_its_extra_forward_pass(batch):
     trainer, prompts = batch
     for mode in MODES[1:]:
-        trainer.vllm_importance_sampling_mode = mode
+        trainer.vllm_importance_sampling_mode = trainer._correction = mode
         inputs = trainer._generate_and_score_completions(prompts)
         theirs = gradient(trainer, lambda *a: GRPOTrainer._compute_loss(trainer, *a), inputs)
         own = ("old_per_token_logps", "importance_sampling_ratio")

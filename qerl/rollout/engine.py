@@ -107,6 +107,7 @@ class Engine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             logprobs=0,
+            detokenize=False,
         )
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
@@ -119,7 +120,7 @@ class Engine:
         """log p(token | tokens before it) of every token but the first, at temperature 1."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
         outputs = self._run(token_ids, params)
         return [
             [

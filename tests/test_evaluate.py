@@ -1,0 +1,221 @@
+"""Accuracy and its error by hand, verdicts on given text, and a real evaluation of an adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from qerl import adapter, data, evaluate, policy
+
+# --- numbers
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "mean", "error"),
+    [
+        ([[True, True], [False, False]], 0.5, 0.5),
+        ([[True, False], [True, False]], 0.5, 0.0),  # every question alike
+        ([[True], [True], [False], [False]], 0.5, math.sqrt(1 / 3) / 2),
+        ([[True, True, False, False], [True] * 4, [False] * 4], 0.5, 0.5 / math.sqrt(3)),
+        ([[True, False]], 0.5, 0.0),  # one question: no spread to measure
+        ([[False]] * 3, 0.0, 0.0),
+    ],
+)
+def test_accuracy_and_its_clustered_error_are_those_worked_out_by_hand(verdicts, mean, error):
+    found = evaluate.accuracy(verdicts)
+    assert found["accuracy"] == pytest.approx(mean)
+    assert found["standard_error"] == pytest.approx(error)
+    assert (found["questions"], found["samples"]) == (len(verdicts), len(verdicts[0]))
+
+
+def test_samples_of_one_question_do_not_count_as_questions():
+    """Two questions asked a thousand times are still two."""
+    few, many = ([[True] * n, [False] * n] for n in (1, 1000))
+    error = evaluate.accuracy(few)["standard_error"]
+    assert evaluate.accuracy(many)["standard_error"] == error == 0.5
+
+
+# --- verdicts on given text
+
+
+def written(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_given_completions_get_the_verdicts_of_the_data_set_in_their_order(tmp_path, capsys):
+    said = ["<answer>18</answer>", "<answer>199</answer>", "The answer is 18.", "<answer></answer>"]
+    rows = [{"completion": text, "answer": "18"} for text in said]
+    file, output = written(tmp_path / "said.jsonl", rows), tmp_path / "eval.json"
+    arguments = ["--dataset", "gsm8k", "--completions", file, "--output", str(output)]
+    assert evaluate.main(arguments) == 0
+    report = json.loads(output.read_text())
+    verdict = data.verdict("gsm8k")
+    assert report["verdicts"] == [verdict(text, "18") for text in said]
+    assert report["verdicts"][:2] == [True, False] and report["verdicts"][3] is False
+    assert report["datasets"]["gsm8k"]["accuracy"] == sum(report["verdicts"]) / 4
+    assert "gsm8k: accuracy" in capsys.readouterr().out
+
+
+GOOD = '{"completion": "4", "answer": "4"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GOOD + "not json\n", "line 2: expected"),
+        (GOOD + '{"completion": "4"}\n', "line 2: expected"),
+        (GOOD + '["4", "4"]\n', "line 2: expected"),
+        ("", "has no lines"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_bad_line_of_completions_is_named(tmp_path, capsys, text, words):
+    file = tmp_path / "said.jsonl"
+    if text is not None:
+        file.write_text(text)
+    assert evaluate.main(["--dataset", "arithmetic", "--completions", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and str(file) in said and said.count("\n") == 1
+
+
+# --- mistakes, before an engine is started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--model {model} --dataset gsm9k", "data set 'gsm9k' is not known"),
+        ("--model {model} --dataset arithmetic,gsm9k", "data set 'gsm9k' is not known"),
+        ("--completions {lines} --dataset gsm9k", "data set 'gsm9k' is not known"),
+        ("--dataset arithmetic", "--model is missing"),
+        ("--model ./absent --dataset arithmetic", "there is no folder"),
+        ("--model {model} --dataset arithmetic --adapter {lines}", "is missing: expected a PEFT"),
+        ("--model {model} --dataset arithmetic --limit 0", "give at least 1"),
+        ("--model {model} --dataset bigmath", "has no test split"),
+        ("--model {model} --dataset arithmetic --output {lines}/eval.json", "cannot be written"),
+        ("--model {model} --dataset arithmetic --output {absent}/eval.json", "cannot be written"),
+    ],
+)
+def test_a_mistake_ends_with_status_2_before_an_engine_starts(
+    smollm2_nvfp4, tmp_path, capsys, monkeypatch, arguments, words
+):
+    monkeypatch.setattr(evaluate, "_engine", lambda *a: pytest.fail("an engine was started"))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(GOOD)
+    given = arguments.format(model=smollm2_nvfp4, lines=lines, absent=tmp_path / "absent")
+    assert evaluate.main(given.split()) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--samples 0", "--max-completion-length 0", "--no-such-flag 1", "--limit many"]
+)
+def test_a_flag_that_cannot_work_ends_with_status_2(arguments):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(arguments.split())
+    assert ended.value.code == 2
+
+
+# --- with the engine
+
+
+@pytest.fixture(scope="module")
+def adapters(smollm2_nvfp4, tmp_path_factory) -> dict[str, str]:
+    """Two adapter folders: one as PEFT makes it (B = 0), one that changes the model."""
+    base = tmp_path_factory.mktemp("adapters")
+    model = policy.adapt(policy.load(smollm2_nvfp4), 16, 32.0, seed=1)
+    model.save_pretrained(base / "fresh")
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.copy_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(base / "trained")
+    return {name: str(base / name) for name in ("fresh", "trained")}
+
+
+@pytest.fixture
+def shared(engine, tokenizer, monkeypatch):
+    """Makes evaluate.main use the shared engine."""
+    monkeypatch.setattr(evaluate, "_engine", lambda *a: (engine, tokenizer))
+    return engine
+
+
+def run(model, output, *more: str) -> dict:
+    arguments = f"""--model {model} --dataset arithmetic --limit 6 --samples 3
+        --max-completion-length 8 --max-prompt-length 64 --output {output}"""
+    assert evaluate.main([*arguments.split(), *more]) == 0
+    return json.loads(output.read_text())
+
+
+@pytest.mark.slow
+def test_an_evaluation_samples_every_question_and_repeats_itself(shared, smollm2_nvfp4, tmp_path):
+    first = run(smollm2_nvfp4, tmp_path / "first.json")
+    result = first["datasets"]["arithmetic"]
+    assert (result["questions"], result["samples"]) == (6, 3)
+    assert 0 <= result["accuracy"] <= 1
+    assert 0 < result["completion_length"] <= 8 and 0 <= result["truncated_fraction"] <= 1
+    assert (first["samples"], first["seed"]) == (3, 0)
+    assert (first["temperature"], first["top_p"]) == (0.6, 0.95)
+    assert first["adapter_logp_change"] is None
+    assert run(smollm2_nvfp4, tmp_path / "again.json") == first
+    other = run(smollm2_nvfp4, tmp_path / "other.json", "--seed", "1")
+    assert other["datasets"]["arithmetic"] != result or other["seed"] == 1
+
+
+@pytest.mark.slow
+def test_an_adapter_is_applied_and_the_report_says_how_much_it_changes(
+    shared, adapters, smollm2_nvfp4, tmp_path
+):
+    report = run(smollm2_nvfp4, tmp_path / "e.json", "--adapter", adapters["trained"])
+    assert report["adapter"] == adapters["trained"]
+    assert report["adapter_logp_change"] > 0.1
+    assert len(shared.adapters()) == 1
+
+
+@pytest.mark.slow
+def test_an_untrained_adapter_does_not_pass_for_one(
+    shared, adapters, smollm2_nvfp4, tmp_path, capsys
+):
+    flags = ["--model", str(smollm2_nvfp4), "--dataset", "arithmetic", "--limit", "2"]
+    assert evaluate.main([*flags, "--adapter", adapters["fresh"]]) == 2
+    assert "changes no log-probability" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_prompt_that_does_not_fit_is_refused_not_cut(shared, smollm2_nvfp4, capsys):
+    flags = ["--model", str(smollm2_nvfp4), "--dataset", "arithmetic", "--limit", "2"]
+    assert evaluate.main([*flags, "--max-prompt-length", "3"]) == 2
+    assert "raise --max-prompt-length (3)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_data_sets_are_reported_apart(shared, smollm2_nvfp4, tmp_path):
+    report = run(smollm2_nvfp4, tmp_path / "e.json", "--dataset", "arithmetic,arithmetic-2")
+    assert list(report["datasets"]) == ["arithmetic", "arithmetic-2"]
+
+
+@pytest.mark.slow
+def test_the_verdict_is_that_of_the_text_that_was_sampled(shared, tokenizer):
+    """The engine is real, the verdict is made to answer what only the right text gives."""
+    task = data.load("arithmetic", "test", limit=4)
+    seen = []
+    asked = dataclasses.replace(task, correct=lambda *pair: seen.append(pair) or True)
+    arguments = evaluate._parse(
+        ["--samples", "2", "--max-completion-length", "6", "--max-prompt-length", "64"]
+    )
+    result = evaluate._run_task(shared, tokenizer, asked, arguments)
+    assert (result["accuracy"], len(seen)) == (1.0, 8)
+    assert [answer for _, answer in seen[::2]] == [row["answer"] for row in task.rows]
+    assert [answer for _, answer in seen[1::2]] == [row["answer"] for row in task.rows]
+    assert all(text and "<|im_end|>" not in text for text, _ in seen)
+
+
+def test_the_adapter_folder_of_a_run_is_read_as_peft_wrote_it(adapters):
+    read = adapter.of_folder(adapters["trained"])
+    assert (read.rank, read.alpha, set(read.modules)) == (16, 32, set(policy.TARGETS))

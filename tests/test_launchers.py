@@ -1,0 +1,204 @@
+"""Every launcher is sound shell, passes flags that exist, and is its partner but for the precision.
+
+A launcher names its interpreter by its own place, so a copy of training/ with another program in
+that place shows what would be run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qerl import config, evaluate, train
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "training").glob("*.sh"))
+LAUNCHERS = [path for path in SCRIPTS if path.name.endswith("_single_gpu.sh")]
+PAIRS = sorted({re.sub("_(nvfp4|bf16)_", "_{}_", path.name) for path in LAUNCHERS})
+RECORDER = """#!/bin/sh
+for word in "$@"; do printf '%s\\0' "$word"; done >>"$RECORD"
+printf '\\n' >>"$RECORD"
+"""
+
+
+def run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    kept = {k: v for k, v in os.environ.items() if k not in ("MODEL_PATH", "DATASET", "OUTPUT_DIR")}
+    return subprocess.run(
+        ["bash", script, *arguments],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """training/ under a root whose interpreter only writes down what it is given."""
+    shutil.copytree(ROOT / "training", tmp_path / "training")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(RECORDER)
+    python.chmod(0o755)
+    (tmp_path / "setup_env.sh").write_text("")
+    return tmp_path
+
+
+def recorded(tree: Path, script: str, *arguments: str, **environment: str) -> list[list[str]]:
+    """The arguments of each program that a script of the tree starts."""
+    record = tree / "record"
+    ended = run(tree / "training" / script, *arguments, RECORD=str(record), **environment)
+    assert ended.returncode == 0, ended.stderr
+    return [line.split("\0")[:-1] for line in record.read_text().split("\n")[:-1]]
+
+
+def launched(tree: Path, script: str, *arguments: str, **environment: str) -> list[str]:
+    """The flags that a launcher gives to qerl.train; its model folder is there."""
+    environment = {"MODEL_PATH": str(tree)} | environment
+    [words] = recorded(tree, script, *arguments, **environment)
+    assert words[:2] == ["-m", "qerl.train"]
+    return words[2:]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_sound_shell(path):
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    text = path.read_text()
+    if path.name == "launch.sh":
+        return  # sourced by the launchers
+    assert text.startswith("#!/usr/bin/env bash\n# ") and "\nset -euo pipefail\n" in text
+    assert os.access(path, os.X_OK)
+
+
+def test_there_is_a_pair_for_every_model():
+    assert len(PAIRS) == 5
+    assert {name.format(p) for name in PAIRS for p in ("nvfp4", "bf16")} == {
+        path.name for path in LAUNCHERS
+    }
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_differs_in_precision_alone(pair):
+    """The comments aside, each names its partner there."""
+    texts = {p: (ROOT / "training" / pair.format(p)).read_text() for p in ("nvfp4", "bf16")}
+    code = {p: re.sub("(?m)^#.*\n", "", text) for p, text in texts.items()}
+    assert code["nvfp4"] == code["bf16"].replace("PRECISION=bf16", "PRECISION=nvfp4")
+    assert code["nvfp4"] != code["bf16"]
+    for precision, other in (("nvfp4", "bf16"), ("bf16", "nvfp4")):
+        assert pair.format(other) in texts[precision]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_trains_on_the_same_data_with_the_same_settings(tree, pair):
+    made = {p: config.parse(launched(tree, pair.format(p))) for p in ("nvfp4", "bf16")}
+    differing = {
+        name
+        for name in vars(made["nvfp4"])
+        if getattr(made["nvfp4"], name) != getattr(made["bf16"], name)
+    }
+    assert differing == {"precision", "learning_rate", "output_dir"}
+    assert (made["nvfp4"].learning_rate, made["bf16"].learning_rate) == (1e-5, 5e-6)
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
+def test_a_launcher_passes_settings_that_the_trainer_knows_and_accepts(tree, path):
+    made = config.parse(launched(tree, path.name))
+    made.check()
+    assert (made.loss_type, made.beta, made.epsilon, made.epsilon_high) == ("dapo", 0, 0.2, 0.28)
+    assert (made.sigma_start, made.sigma_end, made.num_stages, made.ln) == (1e-2, 1e-4, 10, True)
+    assert (made.lora_rank, made.lora_alpha, made.max_grad_norm) == (16, 16, 0.2)
+
+
+def test_the_environment_and_the_command_line_win(tree):
+    flags = launched(
+        tree,
+        "dapo_qwen2.5-7b_nvfp4_single_gpu.sh",
+        *("--learning-rate", "3e-5", "--no-ln"),
+        MODEL_PATH=str(tree / "training"),
+        DATASET="bigmath",
+        OUTPUT_DIR="my run",
+    )
+    made = config.parse(flags)
+    assert (made.learning_rate, made.ln) == (3e-5, False)
+    assert (made.model_name, made.dataset, made.output_dir) == (
+        str(tree / "training"),
+        "bigmath",
+        "my run",
+    )
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
+def test_a_dry_run_of_a_launchers_settings_passes(
+    tree, path, smollm2, smollm2_nvfp4, tmp_path, capsys
+):
+    model = smollm2_nvfp4 if "nvfp4" in path.name else smollm2
+    more = ["--dry-run", "--optim", "adamw_torch", "--dataset", "arithmetic"]
+    run_dir = tmp_path / "run"
+    flags = launched(tree, path.name, *more, MODEL_PATH=str(model), OUTPUT_DIR=str(run_dir))
+    assert train.main(flags) == 0
+    assert "noise: stage sigmas 0 0.01 0.00599" in capsys.readouterr().out
+    assert not run_dir.exists()
+
+
+def test_a_launcher_itself_makes_a_dry_run(smollm2_nvfp4, tmp_path):
+    ended = run(
+        ROOT / "training" / "dapo_qwen2.5-3b_nvfp4_single_gpu.sh",
+        *("--dry-run", "--optim", "adamw_torch"),
+        MODEL_PATH=str(smollm2_nvfp4),
+        DATASET="arithmetic",
+        OUTPUT_DIR=str(tmp_path / "run"),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"--model-name {smollm2_nvfp4}\n" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LAUNCHERS if "nvfp4" in path.name], ids=lambda path: path.name
+)
+def test_without_its_checkpoint_a_launcher_says_how_to_make_it(tree, path):
+    ended = run(tree / "training" / path.name)
+    assert ended.returncode == 2
+    model = re.search("^MODEL=(.*)$", path.read_text(), re.M)[1]
+    assert f"quantize_nvfp4.py --model {model} --output {tree}/models/" in ended.stderr
+
+
+def test_without_an_environment_a_launcher_says_how_to_make_it(tree):
+    (tree / ".venv" / "bin" / "python").unlink()
+    ended = run(tree / "training" / LAUNCHERS[0].name, MODEL_PATH=str(tree))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"bash {tree}/setup_env.sh" in ended.stderr
+
+
+def test_launch_sh_refuses_a_precision_that_it_does_not_know(tree):
+    script = tree / "training" / "mine.sh"
+    script.write_text(
+        "set -euo pipefail\nMODEL=a/b\nPRECISION=int8\nSETTINGS=()\n"
+        'source "$(dirname "$0")/launch.sh"\n'
+    )
+    ended = run(script)
+    assert ended.returncode == 2 and "PRECISION is 'int8'" in ended.stderr
+
+
+def test_the_quickstart_runs_programs_with_flags_that_they_know(tree):
+    model = tree / "tiny"
+    output = tree / "runs" / "quickstart"
+    programs = recorded(tree, "quickstart.sh", MODEL=str(model), STEPS="7", SEED="3")
+    names = [Path(words[1] if words[0] == "-m" else words[0]).name for words in programs]
+    assert names == [
+        "quantize_nvfp4.py",
+        *("qerl.check", "qerl.evaluate", "qerl.train", "qerl.evaluate", "qerl.report"),
+    ]
+    for words in programs:
+        if words[1] == "qerl.evaluate":
+            evaluate._parse(words[2:])
+    made = config.parse(programs[3][2:])
+    made.check()
+    assert (made.max_steps, made.random_state, made.output_dir) == (7, 3, str(output))
+    assert made.model_name == str(tree / "models" / "tiny-NVFP4A16-rtn")
+    assert json.dumps(programs[4]).count("adapter") == 2  # --adapter <output>/adapter
