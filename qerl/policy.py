@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 
@@ -110,7 +111,10 @@ def load(
 
 
 def adapt(model: nn.Module, rank: int, alpha: float, seed: int):
-    """A PEFT model with fresh LoRA factors (float32, B = 0) on every projection of `model`."""
+    """A PEFT model with fresh LoRA factors (float32, B = 0) on every projection of `model`.
+
+    Run it under autocast to bf16, as the trainer and `score` do.
+    """
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=list(TARGETS), task_type="CAUSAL_LM"
     )
@@ -120,6 +124,10 @@ def adapt(model: nn.Module, rank: int, alpha: float, seed: int):
         adapted = get_peft_model(model, config)
     if not any(p.requires_grad for p in adapted.parameters()):
         raise ValueError(f"no module of {type(model).__name__} is called one of {TARGETS}")
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer):
+            # PEFT would widen every input to the factors' float32, for autocast to narrow it again.
+            module.cast_input_dtype_enabled = False
     # PEFT puts the factors beside a base layer's `weight`, which a packed layer does not have.
     return adapted.to(next(model.parameters()).device)
 

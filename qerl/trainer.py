@@ -163,6 +163,13 @@ class QeRLTrainer(GRPOTrainer):
         yield
         self._times[key] += time.perf_counter() - start
 
+    def _generate_single_turn(self, *args, **kwargs):
+        """TRL's sampling; without an engine it runs the policy, which needs autocast."""
+        if self.use_vllm:
+            return super()._generate_single_turn(*args, **kwargs)
+        with self.accelerator.autocast():
+            return super()._generate_single_turn(*args, **kwargs)
+
     def _calculate_rewards(self, *args, **kwargs):
         with self.timed("time_reward_s"):
             return super()._calculate_rewards(*args, **kwargs)

@@ -74,7 +74,7 @@ def test_the_defaults_pass():
         ("--sampler-correction-cap 0.9", "--sampler-correction-cap 0.9: expected at least 1"),
         ("--sigma-end 0", "0 < sigma_end <= sigma_start"),
         ("--sigma-end 0.1", "0 < sigma_end <= sigma_start"),
-        ("--use-vllm False", "add --ln False"),
+        ("--use-vllm False", "add --no-ln"),
         ("--use-vllm False --ln False", "add --sampler-correction none"),
         ("--adam-beta1 1", "--adam-beta1 1.0"),
         ("--random-state 4294967296", "--random-state 4294967296"),

@@ -53,6 +53,7 @@ def tree(tmp_path) -> Path:
 def recorded(tree: Path, script: str, *arguments: str, **environment: str) -> list[list[str]]:
     """The arguments of each program that a script of the tree starts."""
     record = tree / "record"
+    record.unlink(missing_ok=True)
     ended = run(tree / "training" / script, *arguments, RECORD=str(record), **environment)
     assert ended.returncode == 0, ended.stderr
     return [line.split("\0")[:-1] for line in record.read_text().split("\n")[:-1]]

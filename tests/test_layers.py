@@ -27,7 +27,7 @@ DOORS = {
     "trl": {"trainer"},
     "safetensors": {"adapter", "checkpoint"},
     "triton": {"kernels"},
-    "compressed_tensors": set(),
+    "compressed_tensors": {"checkpoint"},
     "llmcompressor": set(),
     "matplotlib": {"report"},
     "math_verify": {"rewards"},

@@ -44,6 +44,9 @@ FLAGS = """
 """.split()
 
 
+SMALL = ["--per-device-train-batch-size", "4"]  # one prompt: for what one group can show
+
+
 def command(model: Path, run: Path, *flags: str) -> list[str]:
     return ["--model-name", str(model), "--output-dir", str(run), *FLAGS, *flags]
 
@@ -242,7 +245,8 @@ def test_other_settings_in_the_folder_of_a_run_are_refused(whole, smollm2_nvfp4,
 def test_training_changes_the_adapter_and_nothing_else(built, engine, smollm2_nvfp4, tmp_path):
     tokens = [[1, 34, 216, 1232, 504, 3575]]
     clean = engine.score(tokens)
-    assert train.main(command(smollm2_nvfp4, tmp_path / "run", "--max-steps", "2")) == 0
+    flags = command(smollm2_nvfp4, tmp_path / "run", "--max-steps", "2", *SMALL)
+    assert train.main(flags) == 0
     trained = {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): parameter
         for name, parameter in built[0].model.named_parameters()
@@ -258,7 +262,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
     built, smollm2_nvfp4, tmp_path, monkeypatch
 ):
     run = tmp_path / "run"
-    flags = command(smollm2_nvfp4, run, "--max-steps", "3", "--save-steps", "1")
+    flags = command(smollm2_nvfp4, run, "--max-steps", "3", "--save-steps", "1", *SMALL)
     save = training.QeRLTrainer._save_rng_state
 
     def full_disk(trainer, folder):
@@ -279,7 +283,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
 def test_two_updates_a_rollout_work_and_are_continued_in_mid_cycle(
     built, smollm2_nvfp4, tmp_path, capsys
 ):
-    flags = ["--num-iterations", "2", "--save-steps", "1", "--num-stages", "2"]
+    flags = ["--num-iterations", "2", "--save-steps", "1", "--num-stages", "2", *SMALL]
     run = tmp_path / "run"
     assert train.main(command(smollm2_nvfp4, run, *flags)) == 0
     first, second, third, fourth = rows(run)
@@ -300,13 +304,13 @@ def test_two_updates_a_rollout_work_and_are_continued_in_mid_cycle(
 
 def test_an_odd_number_of_steps_takes_one_more_rollout(built, smollm2_nvfp4, tmp_path):
     flags = ["--num-iterations", "2", "--max-steps", "1", "--save-strategy", "no"]
-    assert train.main(command(smollm2_nvfp4, tmp_path / "run", *flags)) == 0
+    assert train.main(command(smollm2_nvfp4, tmp_path / "run", *flags, *SMALL)) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
 def one_step(model: Path, run: Path, *flags: str) -> dict:
     """metrics.jsonl's line of a run of one step."""
-    flags = ["--max-steps", "1", "--save-strategy", "no", *flags]
+    flags = ["--max-steps", "1", "--save-strategy", "no", *SMALL, *flags]
     assert train.main(command(model, run, *flags)) == 0
     [row] = rows(run)
     return row
@@ -316,7 +320,7 @@ def one_step(model: Path, run: Path, *flags: str) -> dict:
 def test_gradient_accumulation_does_not_change_the_update(
     built, smollm2_nvfp4, tmp_path, loss_type
 ):
-    flags = ["--loss-type", loss_type]
+    flags = ["--loss-type", loss_type, "--per-device-train-batch-size", "8"]
     at_once = one_step(smollm2_nvfp4, tmp_path / "at once", *flags)
     flags += ["--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "4"]
     in_parts = one_step(smollm2_nvfp4, tmp_path / "in parts", *flags)
@@ -372,7 +376,7 @@ def batch(built, engine, smollm2_nvfp4, tmp_path):
     trainer.vllm_generation._noise = lambda: Noise(1, 1, 0.03)
     trainer.model.train()
     trainer.vllm_importance_sampling_correction = True  # as TRL has it before the update
-    return trainer, [trainer.train_dataset[i // 4] for i in range(8)]
+    return trainer, [trainer.train_dataset[0]] * 4
 
 
 def gradient(trainer, compute, inputs) -> tuple[float, torch.Tensor]:
