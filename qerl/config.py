@@ -8,26 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import tempfile
 import typing
 from dataclasses import dataclass
-from pathlib import Path
 
 from qerl.correction import MODES as CORRECTIONS
 from qerl.noise import SCHEDULES, Schedule
 
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
-# Flags that a restart of the same run may change: they do not alter what is learned.
-FREE_ON_RESUME = (
-    "output_dir",
-    "report_to",
-    "run_name",
-    "logging_steps",
-    "save_total_limit",
-    "dry_run",
-)
 
 
 def _flag(default, text: str, choices: tuple | None = None):
@@ -167,10 +154,10 @@ class TrainConfig:
             "save_total_limit",
         ):
             value = getattr(self, name)
-            yield value >= 1, f"--{_kebab(name)} {value}: expected at least 1"
+            yield value >= 1, f"--{kebab(name)} {value}: expected at least 1"
         for name in ("learning_rate", "temperature", "num_train_epochs", "lora_alpha", "epsilon"):
             value = getattr(self, name)
-            yield value > 0, f"--{_kebab(name)} {value}: expected more than 0"
+            yield value > 0, f"--{kebab(name)} {value}: expected more than 0"
         for name in (
             "max_steps",
             "beta",
@@ -180,10 +167,10 @@ class TrainConfig:
             "weight_decay",
         ):
             value = getattr(self, name)
-            yield value >= 0, f"--{_kebab(name)} {value}: expected 0 or more"
+            yield value >= 0, f"--{kebab(name)} {value}: expected 0 or more"
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
-            yield 0 <= value < 1, f"--{_kebab(name)} {value}: expected at least 0 and below 1"
+            yield 0 <= value < 1, f"--{kebab(name)} {value}: expected at least 0 and below 1"
         seed = self.random_state
         yield 0 <= seed < 2**32, f"--random-state {seed}: expected at least 0 and below 2**32"
         yield (
@@ -255,7 +242,7 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, kind: type) -> None:
-    name, default = _kebab(field.name), field.default
+    name, default = kebab(field.name), field.default
     shown = f"{field.metadata['help']} (default: {default!r})"
     if kind is bool:
         parser.add_argument(
@@ -269,63 +256,8 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, kind: t
         parser.add_argument(f"--{name}", type=kind, default=default, choices=choices, help=shown)
 
 
-def prepare_output_dir(config: TrainConfig) -> bool:
-    """Make the run folder or accept the one of the same run; True when a run is continued.
-
-    Raises ValueError when it cannot be written to or holds a run of other settings.
-    """
-    folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--output-dir {folder} is not writable ({error.strerror}): choose another folder"
-        ) from error
-    saved = folder / "config.json"
-    if not saved.is_file():
-        return False
-    changed = changed_flags(config, _saved_flags(saved))
-    if changed:
-        listed = "; ".join(f"--{_kebab(k)} was {old!r}, now {new!r}" for k, old, new in changed)
-        raise ValueError(
-            f"--output-dir {folder} holds a run with other settings ({listed}): choose another "
-            "folder, or repeat that run's settings to continue it"
-        )
-    return True
-
-
-def _saved_flags(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())["flags"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a training run's: choose another --output-dir") from error
-
-
-def changed_flags(config: TrainConfig, flags: dict) -> list[tuple[str, object, object]]:
-    """(name, old, new) of each flag that alters learning and differs from a saved run's."""
-    now = dataclasses.asdict(config)
-    return [
-        (name, flags.get(name), value)
-        for name, value in now.items()
-        if name not in FREE_ON_RESUME and flags.get(name) != value
-    ]
-
-
-def write_json(path: str | os.PathLike, value: object) -> None:
-    """Write a whole JSON file or none: a reader never sees a half-written one."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _kebab(name: str) -> str:
+def kebab(name: str) -> str:
+    """The command line's spelling of a setting's name."""
     return name.replace("_", "-")
 
 

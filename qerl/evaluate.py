@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from qerl import config as settings
+from qerl import data, run_folder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if arguments.output:
-        settings.write_json(arguments.output, report)
+        run_folder.write_json(arguments.output, report)
     for name, result in report["datasets"].items():
         print(
             f"{name}: accuracy {100 * result['accuracy']:.1f}% +- "
@@ -62,11 +62,11 @@ def accuracy(verdicts: list[list[bool]]) -> dict:
 
 def _evaluate(arguments) -> dict:
     """Sample and score every data set with one engine."""
-    from qerl import adapter, checkpoint, data
+    from qerl import adapter, checkpoint
 
     names = arguments.dataset.split(",")
     for name in names:
-        data.check_name(name)
+        data.check_name(name, "test")
     if not arguments.model:
         raise ValueError("--model is missing: expected a checkpoint folder, or --completions FILE")
     folder = checkpoint.resolve(arguments.model)
@@ -113,7 +113,7 @@ def _sync(engine, loaded, tokenizer, tasks) -> float | None:
     """
     if loaded is None:
         return None
-    tokens = [_prompt_ids(tokenizer, row) for row in next(iter(tasks.values())).rows[:8]]
+    tokens = [data.prompt_ids(tokenizer, row) for row in next(iter(tasks.values())).rows[:8]]
     before = engine.score(tokens)
     engine.sync(loaded)
     after = engine.score(tokens)
@@ -129,7 +129,7 @@ def _sync(engine, loaded, tokenizer, tasks) -> float | None:
 def _run_task(engine, tokenizer, task, arguments) -> dict:
     from qerl.rollout import Sampling
 
-    prompts = [_prompt_ids(tokenizer, row) for row in task.rows]
+    prompts = [data.prompt_ids(tokenizer, row) for row in task.rows]
     longest = max(map(len, prompts))
     if longest > arguments.max_prompt_length:
         raise ValueError(
@@ -151,16 +151,8 @@ def _run_task(engine, tokenizer, task, arguments) -> dict:
     }
 
 
-def _prompt_ids(tokenizer, row) -> list[int]:
-    return tokenizer.apply_chat_template(
-        row["prompt"], add_generation_prompt=True, return_dict=False
-    )
-
-
 def _score_file(arguments) -> dict:
     """Verdicts on {"completion", "answer"} lines, by the data set's own rule."""
-    from qerl import data
-
     data.check_name(arguments.dataset)
     rows = _read_completions(Path(arguments.completions))
     correct = data.verdict(arguments.dataset)

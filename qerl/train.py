@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from qerl import config as settings
+from qerl import data, run_folder
 from qerl.config import TrainConfig
 
 PACKAGES = (
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config.check()
         plan = _plan(config)
-        continued = False if config.dry_run else settings.prepare_output_dir(config)
+        continued = False if config.dry_run else run_folder.prepare_output_dir(config)
     except (ValueError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -73,9 +74,9 @@ def _describe_noise(config: TrainConfig, steps: int) -> str:
 
 def _plan(config: TrainConfig) -> Plan:
     """Check model, data and machine without loading weights; ValueError with the way out."""
-    from qerl import checkpoint, data
+    from qerl import checkpoint
 
-    data.check_name(config.dataset)
+    data.check_name(config.dataset, "train")
     folder = checkpoint.resolve(config.model_name)
     checkpoint.require(folder, nvfp4=config.precision == "nvfp4")
     _check_machine(config)
@@ -90,25 +91,16 @@ def _plan(config: TrainConfig) -> Plan:
     task = data.load(config.dataset, split="train", seed=config.random_state)
     if config.reward:
         task = dataclasses.replace(task, reward_functions=(data.load_reward(config.reward),))
-    fitting = [r for r in task.rows if _prompt_length(tokenizer, r) <= config.max_prompt_length]
+    longest = config.max_prompt_length
+    fitting = [row for row in task.rows if len(data.prompt_ids(tokenizer, row)) <= longest]
     if not fitting:
         raise ValueError(
             f"all {len(task.rows)} prompts of {config.dataset} are longer than "
-            f"--max-prompt-length {config.max_prompt_length}: raise it"
+            f"--max-prompt-length {longest}: raise it"
         )
     left_out = len(task.rows) - len(fitting)
     task = dataclasses.replace(task, rows=fitting)
     return Plan(folder, tokenizer, task, left_out, config.steps(len(fitting)))
-
-
-def _prompt_length(tokenizer, row: dict) -> int:
-    return len(_prompt_ids(tokenizer, row))
-
-
-def _prompt_ids(tokenizer, row: dict) -> list[int]:
-    return tokenizer.apply_chat_template(
-        row["prompt"], add_generation_prompt=True, return_dict=False
-    )
 
 
 def _check_machine(config: TrainConfig) -> None:
@@ -132,16 +124,15 @@ def _check_machine(config: TrainConfig) -> None:
 
 
 def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
-    from qerl import trainer as training
 
     run_dir = Path(config.output_dir)
     if (run_dir / "adapter").is_dir():
         print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
         return
-    resume = training.last_checkpoint(run_dir) if continued else None
-    training.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
+    resume = run_folder.last_checkpoint(run_dir) if continued else None
+    run_folder.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
     if not continued:
-        settings.write_json(run_dir / "config.json", _record(config))
+        run_folder.write_json(run_dir / "config.json", _record(config))
     trainer = _build(config, plan, _engine(config, plan) if config.use_vllm else None)
     if resume:
         print(f"continuing from {resume}")
@@ -153,7 +144,7 @@ def _build(config: TrainConfig, plan: Plan, engine):
     """Policy and trainer around the engine, proven to be the engine's policy."""
     import torch
 
-    from qerl import data, parity, policy
+    from qerl import parity, policy
     from qerl import trainer as training
 
     arguments = training.grpo_config(config, plan.steps)
@@ -161,7 +152,8 @@ def _build(config: TrainConfig, plan: Plan, engine):
     model = policy.load(plan.folder, device, use_kernels=config.kernels)
     model = policy.adapt(model, config.lora_rank, config.lora_alpha, config.random_state)
     if engine is not None:
-        tokens = [_prompt_ids(plan.tokenizer, row) for row in plan.task.rows[:8]]
+        # Few and short: their whole [B, T, vocabulary] is held for a moment.
+        tokens = [data.prompt_ids(plan.tokenizer, row)[-64:] for row in plan.task.rows[:8]]
         print(parity.check(engine, model, tokens, config.random_state))
     count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
     return training.QeRLTrainer(

@@ -7,7 +7,6 @@ qerl.rollout, saves checkpoints whole or not at all, and writes metrics.jsonl an
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -26,6 +25,7 @@ from qerl import adapter, correction
 from qerl.config import TrainConfig
 from qerl.noise import Noise
 from qerl.rollout import Applied, Engine, Sampling
+from qerl.run_folder import PARTIAL, append
 
 # metrics.jsonl key <- TRL's name for it
 TRL_METRICS = {
@@ -42,7 +42,6 @@ TRL_METRICS = {
 }
 SHOWN = {"loss": "loss", "grad_norm": "grad_norm", **TRL_METRICS}  # on the terminal
 SAMPLES_A_STEP = 4
-PARTIAL = ".partial"  # checkpoints are written here, then renamed
 
 
 def grpo_config(config: TrainConfig, steps: int) -> GRPOConfig:
@@ -203,8 +202,8 @@ class QeRLTrainer(GRPOTrainer):
         """TRL's log, and one line in metrics.jsonl for each optimizer step."""
         super().log(logs, start_time)
         if "loss" in logs:
-            _append(self.run_dir / "metrics.jsonl", [self._row(logs)])
-            _append(self.run_dir / "samples.jsonl", self._samples())
+            append(self.run_dir / "metrics.jsonl", [self._row(logs)])
+            append(self.run_dir / "samples.jsonl", self._samples())
 
     def _row(self, logs: dict[str, float]) -> dict:
         row = {"step": self.state.global_step}
@@ -319,38 +318,6 @@ class Progress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
-
-
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run; what a killed save left behind is removed."""
-    shutil.rmtree(run_dir / PARTIAL, ignore_errors=True)
-    found = [p for p in run_dir.glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
-    return max(found, key=lambda p: int(p.name.split("-")[1]), default=None)
-
-
-def forget_after(run_dir: Path, step: int) -> None:
-    """Drop the lines of steps that a resumed run will do again, and a half-written last line."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        path = run_dir / name
-        if not path.is_file():
-            continue
-        kept = [row for row in _rows(path) if row["step"] <= step]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        partial.replace(path)
-
-
-def _rows(path: Path):
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return  # the line being written when the run died: nothing follows it
-
-
-def _append(path: Path, rows: list[dict]) -> None:
-    with path.open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _finite(value: float | None) -> float | None:

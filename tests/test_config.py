@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import FREE_ON_RESUME, TrainConfig, parse, prepare_output_dir, write_json
+from qerl.config import TrainConfig, parse
+from qerl.run_folder import FREE_ON_RESUME, prepare_output_dir, write_json
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 BOOLS = [name for name, field in FIELDS.items() if isinstance(field.default, bool)]

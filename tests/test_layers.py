@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qerl"
 LAYERS = {
-    1: ("config", "rewards", "nvfp4", "noise", "adapter", "correction", "kernels", "_compat"),
+    1: ("config run_folder rewards nvfp4 noise adapter correction kernels _compat".split()),
     2: ("checkpoint", "data", "policy", "rollout"),
     3: ("parity", "trainer"),
     4: ("train", "evaluate", "check", "report"),

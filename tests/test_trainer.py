@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from trl import GRPOTrainer
 
-from qerl import checkpoint, train
+from qerl import checkpoint, parity, train
 from qerl import trainer as training
 from qerl.correction import MODES
 from qerl.noise import Noise
@@ -106,6 +106,8 @@ def test_noise_is_as_large_as_the_schedule_says_and_in_every_norm(whole):
     for row, sigma in zip(rows(whole), sigmas, strict=True):
         assert row["noise_std"] == pytest.approx(sigma, rel=0.05)
         assert row["noise_modules"] == (60 if sigma else 0)
+    noisy = rows(whole)[1:]
+    assert len({row["noise_std"] / row["sigma"] for row in noisy}) == len(noisy)  # drawn anew
 
 
 def test_without_noise_sampler_and_trainer_agree(whole):
@@ -215,8 +217,13 @@ def test_a_killed_run_ends_with_the_same_adapter(killed, whole):
 
 @pytest.fixture
 def built(engine, monkeypatch) -> list:
-    """Makes train.main sample with the shared engine; the trainers that it builds."""
+    """Makes train.main sample with the shared engine; the trainers that it builds.
+
+    Without the check of parity, which takes longer than a step: test_parity.py has it, and so do
+    the runs above.
+    """
     trainers, build = [], train._build
+    monkeypatch.setattr(parity, "check", lambda *a: "not checked")
     monkeypatch.setattr(train, "_engine", lambda config, plan: engine)
     monkeypatch.setattr(train, "_build", lambda *a: trainers.append(build(*a)) or trainers[-1])
     return trainers
@@ -292,12 +299,14 @@ def test_two_updates_a_rollout_work_and_are_continued_in_mid_cycle(
         assert one["grad_norm"] > 0 and other["grad_norm"] > 0
     assert (first["sigma"], third["sigma"]) == (0, 1e-2)
     assert first["logp_gap_mean"] < 0.05 < third["logp_gap_mean"]
-    again = copied(run, tmp_path / "again", "adapter", "checkpoint-4")
+    # Stopped between the two updates: step 2 has to sample anew, steps 3 and 4 share theirs again.
+    again = copied(run, tmp_path / "again", "adapter", "checkpoint-[234]")
     assert train.main(command(smollm2_nvfp4, again, *flags)) == 0
-    assert f"continuing from {again / 'checkpoint-3'}" in capsys.readouterr().out
-    assert without_clocks(again)[:3] == without_clocks(run)[:3]
+    assert f"continuing from {again / 'checkpoint-1'}" in capsys.readouterr().out
+    assert without_clocks(again)[0] == without_clocks(run)[0]
     for key in ("step", "sigma", "learning_rate"):
-        assert rows(again)[3][key] == fourth[key]
+        assert [row[key] for row in rows(again)] == [row[key] for row in rows(run)]
+    assert rows(again)[2]["reward"] == rows(again)[3]["reward"]
     prompts = [[sample["prompt"] for sample in rows(r, "samples.jsonl")] for r in (run, again)]
     assert prompts[0] == prompts[1]
 
@@ -355,13 +364,13 @@ def test_without_correction_the_step_is_taken_and_the_gap_still_reported(
     built, smollm2_nvfp4, tmp_path
 ):
     row = one_step(smollm2_nvfp4, tmp_path / "run", "--sampler-correction", "none")
-    assert 0 < row["logp_gap_mean"] < 0.05 and row["grad_norm"] > 0
+    assert 0 < row["logp_gap_mean"] < 0.08 and row["grad_norm"] > 0
 
 
 def test_the_bf16_control_takes_the_same_path(smollm2, tmp_path):
     row = one_step(smollm2, tmp_path / "run", "--precision", "bf16")
     assert sorted(row) == sorted(KEYS)
-    assert 0 < row["logp_gap_mean"] < 0.05 and row["grad_norm"] > 0
+    assert 0 < row["logp_gap_mean"] < 0.08 and row["grad_norm"] > 0
 
 
 # --- the correction in the loss

@@ -1,8 +1,7 @@
 """Data sets: a name becomes prompts, answers, a verdict and reward functions.
 
-hub.py knows the sets of the Hugging Face hub; arithmetic.py
-makes problems without a download; files.py reads a user's own file. Prompts are chat messages; no
-tokenizer is known here.
+hub.py knows the sets of the Hugging Face hub; arithmetic.py makes problems without a download;
+files.py reads a user's own file. Prompts are chat messages; no tokenizer is chosen here.
 """
 
 import importlib
@@ -84,6 +83,13 @@ def _draw(rows: list, seed: int, limit: int | None) -> list:
         return rows
     kept = random.Random(seed).sample(range(len(rows)), limit)
     return [rows[index] for index in sorted(kept)]
+
+
+def prompt_ids(tokenizer, row: dict) -> list[int]:
+    """The token ids of a row's prompt under the tokenizer's chat template, ready to be answered."""
+    return tokenizer.apply_chat_template(
+        row["prompt"], add_generation_prompt=True, return_dict=False
+    )
 
 
 def order(count: int, rows: int, seed: int) -> list[int]:

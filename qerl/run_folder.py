@@ -1,0 +1,117 @@
+"""The files of a run: what may be continued, what a killed run left behind, whole files or none.
+
+config.json      every flag, every version, the seed, the git commit
+metrics.jsonl    a line a step          samples.jsonl    some completions of each step
+checkpoint-N/    written under .partial/, then renamed: the name means it is whole
+adapter/         the last adapter, there once the run is finished
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from qerl.config import TrainConfig, kebab
+
+# Flags that a restart of the same run may change: they do not alter what is learned.
+FREE_ON_RESUME = (
+    "output_dir",
+    "report_to",
+    "run_name",
+    "logging_steps",
+    "save_total_limit",
+    "dry_run",
+)
+PARTIAL = ".partial"  # checkpoints are written here, then renamed
+
+
+def prepare_output_dir(config: TrainConfig) -> bool:
+    """Make the run folder or accept the one of the same run; True when a run is continued.
+
+    Raises ValueError when it cannot be written to or holds a run of other settings.
+    """
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output-dir {folder} is not writable ({error.strerror}): choose another folder"
+        ) from error
+    saved = folder / "config.json"
+    if not saved.is_file():
+        return False
+    changed = changed_flags(config, _saved_flags(saved))
+    if changed:
+        listed = "; ".join(f"--{kebab(k)} was {old!r}, now {new!r}" for k, old, new in changed)
+        raise ValueError(
+            f"--output-dir {folder} holds a run with other settings ({listed}): choose another "
+            "folder, or repeat that run's settings to continue it"
+        )
+    return True
+
+
+def _saved_flags(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())["flags"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a training run's: choose another --output-dir") from error
+
+
+def changed_flags(config: TrainConfig, flags: dict) -> list[tuple[str, object, object]]:
+    """(name, old, new) of each flag that alters learning and differs from a saved run's."""
+    now = dataclasses.asdict(config)
+    return [
+        (name, flags.get(name), value)
+        for name, value in now.items()
+        if name not in FREE_ON_RESUME and flags.get(name) != value
+    ]
+
+
+def write_json(path: str | os.PathLike, value: object) -> None:
+    """Write a whole JSON file or none: a reader never sees a half-written one."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint of a run; what a killed save left behind is removed."""
+    shutil.rmtree(run_dir / PARTIAL, ignore_errors=True)
+    found = [p for p in run_dir.glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
+    return max(found, key=lambda p: int(p.name.split("-")[1]), default=None)
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drop the lines of steps that a resumed run will do again, and a half-written last line."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        path = run_dir / name
+        if not path.is_file():
+            continue
+        kept = [row for row in _rows(path) if row["step"] <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        partial.replace(path)
+
+
+def _rows(path: Path):
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return  # the line being written when the run died: nothing follows it
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))

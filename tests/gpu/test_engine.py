@@ -1,0 +1,101 @@
+"""The engine on a GPU: CUDA graphs, Humming, the sleep that frees the KV cache, no leak."""
+
+import pytest
+import torch
+
+from qerl import adapter, parity, policy
+from qerl.noise import Noise
+
+PROMPTS = [[1, 9690, 198, 1780 + i, 346, 216] for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2_nvfp4):
+    """The engine with CUDA graphs and sleep, and the policy, on one GPU."""
+    from qerl.rollout import Engine, EngineSettings
+
+    settings = EngineSettings(
+        model=str(smollm2_nvfp4),
+        max_model_len=256,
+        max_num_seqs=16,
+        lora_rank=24,
+        lora_modules=policy.TARGETS,
+        noise=True,
+        gpu_memory_utilization=0.2,
+        sleep=True,
+    )
+    engine = Engine(settings)
+    model = policy.adapt(policy.load(smollm2_nvfp4, "cuda"), rank=24, alpha=48, seed=0)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(std=0.02, generator=generator)
+    return engine, model
+
+
+def change(a, b) -> float:
+    """Mean |difference| of two lists of scores."""
+    flat = [abs(x - y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
+    return sum(flat) / len(flat)
+
+
+def test_sampler_and_trainer_are_one_policy_at_an_odd_rank(pair):
+    engine, model = pair
+    found = parity.check(engine, model, PROMPTS, seed=0)
+    assert found.moved_engine > parity.MOVE / 2
+
+
+def test_sleep_frees_the_cache_and_the_adapter_is_applied_after_waking(pair):
+    from qerl.rollout import Sampling
+
+    engine, model = pair
+    engine.sync(None)
+    without = engine.score(PROMPTS)
+    engine.sync(adapter.of_model(model))
+    before = engine.score(PROMPTS)
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - free > 2**30
+    engine.generate(PROMPTS, Sampling(8), seed=0)  # wakes it
+    after = engine.score(PROMPTS)
+    assert change(after, before) < change(after, without) / 4
+    assert change(after, policy.score(model, PROMPTS)) < parity.LIMIT
+
+
+def test_a_sync_while_asleep_is_what_wakes(pair):
+    engine, model = pair
+    engine.sync(None)
+    engine.sleep()
+    engine.sync(adapter.of_model(model))
+    assert change(engine.score(PROMPTS), policy.score(model, PROMPTS)) < parity.LIMIT
+
+
+@pytest.mark.parametrize("sigma", [1e-2, 1e-3, 1e-4])
+def test_noise_reaches_the_graphs_and_leaves_no_trace(pair, sigma):
+    engine, _ = pair
+    engine.sync(None)
+    clean = engine.score(PROMPTS)
+    applied = engine.sync(None, Noise(seed=0, step=1, sigma=sigma))
+    assert applied.noise_modules == 60
+    assert applied.noise_std == pytest.approx(sigma, rel=0.05)
+    assert change(engine.score(PROMPTS), clean) > 0
+    assert engine.sync(None).noise_std == 0
+
+
+def test_syncs_and_rollouts_do_not_grow_the_memory(pair):
+    from qerl.rollout import Sampling
+
+    engine, model = pair
+
+    def round_trip(step):
+        engine.sync(adapter.of_model(model), Noise(seed=0, step=step, sigma=1e-3))
+        engine.generate(PROMPTS, Sampling(16), seed=step)
+        engine.sleep()
+
+    for step in range(1, 4):
+        round_trip(step)
+    held = torch.cuda.memory_allocated()
+    for step in range(4, 24):
+        round_trip(step)
+    assert torch.cuda.memory_allocated() <= held
+    assert len(engine.adapters()) == 1
