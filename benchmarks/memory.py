@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from qerl.config import write_json
+from qerl.run_folder import write_json
 
 GIB = 2**30
 EVERY = 0.5  # seconds between samples
