@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from shared_engine import CONTEXT, RANK
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "llm-compressor"
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"  # as training/quickstart.sh names them
-RANK = 32  # of the engine's adapter slot
-CONTEXT = 320  # tokens: more than two of the blocks that the prefix cache keeps on a CPU
 
 
 def _make(script: str, *arguments: object) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import CONTEXT, RANK
+from shared_engine import CONTEXT, RANK
 
 from qerl import adapter, policy
 from qerl.adapter import Adapter
