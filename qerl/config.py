@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 
 from qerl.correction import MODES as CORRECTIONS
 from qerl.noise import SCHEDULES, Schedule
 
+MAX_LORA_RANK = 512
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
 
 
@@ -155,6 +157,14 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             yield value >= 1, f"--{kebab(name)} {value}: expected at least 1"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            holds = not isinstance(value, float) or math.isfinite(value)
+            yield holds, f"--{kebab(field.name)} {value}: expected a finite number"
+        yield (
+            self.lora_rank <= MAX_LORA_RANK,
+            (f"--lora-rank {self.lora_rank}: vLLM's largest adapter slot is {MAX_LORA_RANK}"),
+        )
         for name in ("learning_rate", "temperature", "num_train_epochs", "lora_alpha", "epsilon"):
             value = getattr(self, name)
             yield value > 0, f"--{kebab(name)} {value}: expected more than 0"

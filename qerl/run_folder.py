@@ -29,20 +29,15 @@ FREE_ON_RESUME = (
 PARTIAL = ".partial"  # checkpoints are written here, then renamed
 
 
-def prepare_output_dir(config: TrainConfig) -> bool:
-    """Make the run folder or accept the one of the same run; True when a run is continued.
+def check_output_dir(config: TrainConfig) -> bool:
+    """Whether the run folder holds this very run, to be continued. Makes nothing.
 
-    Raises ValueError when it cannot be written to or holds a run of other settings.
+    Raises ValueError when it cannot be a folder or holds a run of other settings.
     """
     folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--output-dir {folder} is not writable ({error.strerror}): choose another folder"
-        ) from error
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output-dir {folder} is not writable ({there}): choose another folder")
     saved = folder / "config.json"
     if not saved.is_file():
         return False
@@ -54,6 +49,19 @@ def prepare_output_dir(config: TrainConfig) -> bool:
             "folder, or repeat that run's settings to continue it"
         )
     return True
+
+
+def make_output_dir(config: TrainConfig) -> None:
+    """Make the run folder and prove that it can be written to, or raise ValueError."""
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output-dir {folder} is not writable ({error.strerror}): choose another folder"
+        ) from error
 
 
 def _saved_flags(path: Path) -> dict:

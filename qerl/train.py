@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config.check()
         plan = _plan(config)
-        continued = False if config.dry_run else run_folder.prepare_output_dir(config)
+        continued = run_folder.check_output_dir(config)
+        if not config.dry_run:
+            run_folder.make_output_dir(config)
     except (ValueError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -78,16 +80,15 @@ def _plan(config: TrainConfig) -> Plan:
 
     data.check_name(config.dataset, "train")
     folder = checkpoint.resolve(config.model_name)
-    checkpoint.require(folder, nvfp4=config.precision == "nvfp4")
-    _check_machine(config)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    if tokenizer.chat_template is None:
+    found = checkpoint.require(folder, nvfp4=config.precision == "nvfp4")
+    context = found.config.get("max_position_embeddings", config.max_model_len)
+    if config.max_model_len > context:
         raise ValueError(
-            f"{folder} has no chat template: expected an instruct model; save one with "
-            "tokenizer.chat_template = ... and save_pretrained"
+            f"prompt + completion is {config.max_model_len} tokens (or --max-seq-length), and "
+            f"{folder} knows {context}: lower --max-completion-length"
         )
+    _check_machine(config)
+    tokenizer = _tokenizer(folder)
     task = data.load(config.dataset, split="train", seed=config.random_state)
     if config.reward:
         task = dataclasses.replace(task, reward_functions=(data.load_reward(config.reward),))
@@ -101,6 +102,23 @@ def _plan(config: TrainConfig) -> Plan:
     left_out = len(task.rows) - len(fitting)
     task = dataclasses.replace(task, rows=fitting)
     return Plan(folder, tokenizer, task, left_out, config.steps(len(fitting)))
+
+
+def _tokenizer(folder: Path):
+    """The model's tokenizer, which must be there and have a chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    except (ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{folder} has no tokenizer that can be read ({reason})") from error
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{folder} has no chat template: expected an instruct model; save one with "
+            "tokenizer.chat_template = ... and save_pretrained"
+        )
+    return tokenizer
 
 
 def _check_machine(config: TrainConfig) -> None:

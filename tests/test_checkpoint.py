@@ -155,6 +155,19 @@ def test_an_index_that_names_an_absent_tensor_is_named(folder):
     assert list(said(folder)) == ["model.ghost"]
 
 
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": null}', '{"weight_map": ["a"]}'])
+def test_an_index_of_another_form_is_named(folder, text):
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json" in said(folder)
+
+
+def test_a_quantization_config_that_is_no_object_is_named(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": "nvfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantization_config"):
+        checkpoint.describe(folder)
+
+
 @pytest.mark.parametrize("text", [None, "{"])
 def test_a_config_that_is_missing_or_cut_short_is_named(folder, text):
     (folder / "config.json").unlink()

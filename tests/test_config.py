@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qerl.config import TrainConfig, parse
-from qerl.run_folder import FREE_ON_RESUME, prepare_output_dir, write_json
+from qerl.run_folder import FREE_ON_RESUME, check_output_dir, make_output_dir, write_json
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 BOOLS = [name for name, field in FIELDS.items() if isinstance(field.default, bool)]
@@ -28,6 +28,13 @@ save-total-limit max-grad-norm max-seq-length lora-rank lora-alpha vllm-gpu-memo
 random-state loss-type beta epsilon-high num-iterations mask-truncated-completions run-name ln
 sigma-start sigma-end num-stages
 """.split()
+
+
+def prepare_output_dir(config: TrainConfig) -> bool:
+    """What qerl.train does before it loads weights."""
+    continued = check_output_dir(config)
+    make_output_dir(config)
+    return continued
 
 
 def kebab(name: str) -> str:
@@ -59,6 +66,10 @@ def test_the_defaults_pass():
         ("--max-prompt-length 0", "--max-prompt-length 0"),
         ("--max-completion-length 0", "--max-completion-length 0"),
         ("--lora-rank 0", "--lora-rank 0"),
+        ("--lora-rank 513", "vLLM's largest adapter slot is 512"),
+        ("--learning-rate inf", "--learning-rate inf: expected a finite number"),
+        ("--num-train-epochs inf", "expected a finite number"),
+        ("--sigma-start nan", "expected a finite number"),
         ("--num-stages 0", "--num-stages 0"),
         ("--save-steps 0", "--save-steps 0"),
         ("--save-total-limit 0", "--save-total-limit 0"),
@@ -281,6 +292,9 @@ MISTAKES = {
     "learning rate schedule": (["--lr-scheduler-type", "cosin"], "--lr-scheduler-type cosin"),
     "tracker": (["--report-to", "trackio"], "--report-to trackio"),
     "output folder": (["--output-dir", "{file}/run"], "is not writable"),
+    "output folder, dry": (["--output-dir", "{file}/run", "--dry-run"], "is not writable"),
+    "context": (["--max-completion-length", "9000"], "knows 8192"),
+    "no tokenizer": (["--model-name", "{no_tokenizer}"], "has no tokenizer that can be read"),
     "output folder of another run": (["--output-dir", "{other_run}"], "other settings"),
 }
 PROGRAM = """
@@ -307,11 +321,12 @@ def folders(tmp_path_factory, smollm2, smollm2_nvfp4) -> dict[str, Path]:
         made[name.split(".")[0]] = base / name
     made["empty"] = base / "empty"
     made["empty"].mkdir()
-    made["no_template"] = base / "no_template"
-    made["no_template"].mkdir()
-    for file in smollm2_nvfp4.iterdir():
-        if file.name != "chat_template.jinja":
-            (made["no_template"] / file.name).symlink_to(file)
+    for name, absent in (("no_template", "chat_template"), ("no_tokenizer", "tokenizer")):
+        made[name] = base / name
+        made[name].mkdir()
+        for file in smollm2_nvfp4.iterdir():
+            if not file.name.startswith(absent):
+                (made[name] / file.name).symlink_to(file)
     made["other_run"] = saved(base / "other_run")
     return made
 

@@ -276,6 +276,26 @@ def test_a_faulty_file_is_refused_before_anything_else(lines, message, tmp_path)
         assert path in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "caf\xe9?", "answer": "1"}', "line 1 is not UTF-8"),
+        (b'{"prompt": "\\ud800", "answer": "1"}', "line 1 holds text that is not Unicode"),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused_by_line(line, message, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match=message):
+        data.check_name(str(path))
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "?", "answer": "1"}\r\n')
+    assert data.load(str(path)).rows[0]["answer"] == "1"
+
+
 def test_a_file_that_is_no_parquet_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a parquet file"):
         data.check_name(write(tmp_path / "own.parquet", "text"))

@@ -170,10 +170,13 @@ def _missing(name: str | Path) -> str:
 
 def _read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
+        if isinstance(value, dict):
+            return value
+        faults.append(Problem(path.name, f"is a {type(value).__name__}, not an object", AGAIN))
     except FileNotFoundError:
         faults.append(Problem(path.name, "is missing", AGAIN))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         faults.append(Problem(path.name, f"is not JSON: {error}", AGAIN))
     return {}
 
@@ -181,6 +184,9 @@ def _read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
 def _read_headers(folder: Path, faults: list[Problem]) -> dict[str, Header]:
     index = folder / "model.safetensors.index.json"
     where = _read_json(index, faults).get("weight_map", {}) if index.exists() else {}
+    if not isinstance(where, dict):
+        faults.append(Problem(index.name, f"has a weight_map that is {where!r:.40}", AGAIN))
+        where = {}
     headers: dict[str, Header] = {}
     for file in sorted(set(where.values())) or ["model.safetensors"]:
         headers |= _read_file_headers(folder, file, faults)
@@ -198,13 +204,15 @@ def _read_file_headers(folder: Path, file: str, faults: list[Problem]) -> dict[s
             return {n: Header(file, p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
     except FileNotFoundError:
         faults.append(Problem(file, "is missing", AGAIN))
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         faults.append(Problem(file, f"is cut short or damaged: {error}", AGAIN))
     return {}
 
 
 def _checkpoint(folder: Path, config: dict, headers: dict[str, Header]) -> Checkpoint:
     scheme = config.get("quantization_config") or {}
+    if not isinstance(scheme, dict):
+        raise ValueError(f"{folder}: config.json has a quantization_config of {scheme!r:.40}")
     groups = (scheme.get("config_groups") or {}).values()
     return Checkpoint(
         folder=folder,

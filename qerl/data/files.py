@@ -24,14 +24,15 @@ def rows(path: Path) -> list[dict]:
 
 def _jsonl(path: Path) -> list[tuple[str, object]]:
     found = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                try:
-                    found.append((where, json.loads(line)))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{where} is not JSON: {error}") from error
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                found.append((where, json.loads(line.decode("utf-8-sig"))))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where} is not UTF-8: {error}") from error
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from error
     return found
 
 
@@ -52,7 +53,12 @@ def _row(row: object, where: str) -> dict:
     missing = [column for column in ("prompt", "answer") if column not in row]
     if missing:
         raise ValueError(f"{where} lacks {' and '.join(missing)}; it has {', '.join(row)}")
-    return {"prompt": _messages(row["prompt"], where), "answer": _answer(row["answer"], where)}
+    made = {"prompt": _messages(row["prompt"], where), "answer": _answer(row["answer"], where)}
+    try:
+        json.dumps(made, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds text that is not Unicode: {error}") from error
+    return made
 
 
 def _messages(prompt: object, where: str) -> list[dict]:
