@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DAPO on Qwen2.5-7B-Instruct, base in bf16, one GPU. Its partner dapo_qwen2.5-7b_nvfp4_single_gpu.sh is the comparison.
+# DAPO on Qwen2.5-7B-Instruct, base in bf16, one GPU.
+# Its partner for comparison: dapo_qwen2.5-7b_nvfp4_single_gpu.sh
 set -euo pipefail
 
 MODEL=Qwen/Qwen2.5-7B-Instruct

@@ -1,7 +1,7 @@
+#!/usr/bin/env bash
 # Sourced by the launchers, which set MODEL, PRECISION and SETTINGS first. Not for starting itself.
 # From the environment: MODEL_PATH, DATASET, OUTPUT_DIR. Any qerl.train flag may follow on the
 # command line and wins.
-# shellcheck shell=bash
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")

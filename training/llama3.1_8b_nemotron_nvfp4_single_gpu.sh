@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DAPO on Llama-3.1-Nemotron-Nano-8B-v1, base in nvfp4, one GPU. Its partner llama3.1_8b_nemotron_bf16_single_gpu.sh is the comparison.
+# DAPO on Llama-3.1-Nemotron-Nano-8B-v1, base in nvfp4, one GPU.
+# Its partner for comparison: llama3.1_8b_nemotron_bf16_single_gpu.sh
 set -euo pipefail
 
 MODEL=nvidia/Llama-3.1-Nemotron-Nano-8B-v1
