@@ -95,9 +95,7 @@ class Engine:
         self.llm.reset_prefix_cache()
         return applied
 
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, seed: int | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[Completion]:
         """One completion a prompt (token ids), in order; the same `seed` draws the same ones."""
         from vllm import SamplingParams
 
@@ -111,8 +109,7 @@ class Engine:
         )
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=devices):
-            if seed is not None:
-                torch.manual_seed(seed)  # vLLM samples with torch's global generator
+            torch.manual_seed(seed)  # vLLM samples with torch's global generator
             outputs = self._run(prompts, params)
         return [_completion(output.outputs[0]) for output in outputs]
 
