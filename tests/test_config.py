@@ -234,6 +234,8 @@ def test_another_runs_folder_is_refused_with_what_differs(tmp_path):
 def test_settings_that_do_not_alter_learning_may_change(tmp_path):
     folder = saved(tmp_path / "run")
     others = {"report_to": "wandb", "run_name": "x", "logging_steps": 5, "save_total_limit": 9}
+    others |= {"save_steps": 7, "save_strategy": "no", "enforce_eager": True}
+    others |= {"vllm_gpu_memory_utilization": 0.1, "gradient_checkpointing": False}
     config = dataclasses.replace(parsed(output_dir=folder), **others, dry_run=True)
     assert set(others) | {"dry_run", "output_dir"} == set(FREE_ON_RESUME)
     assert prepare_output_dir(config) is True

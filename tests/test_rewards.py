@@ -470,3 +470,8 @@ def test_a_program_sees_none_of_the_environment(monkeypatch):
 def test_tests_of_another_layout_are_refused(tests):
     with pytest.raises(ValueError, match="JSON list"):
         rewards.code_correct(block("print(1)"), tests)
+
+
+def test_a_typographic_minus_is_a_minus():
+    assert rewards.last_integer_correct("It is \u22125.", "-5")
+    assert not rewards.last_integer_correct("It is \u22125.", "5")

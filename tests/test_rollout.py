@@ -187,6 +187,16 @@ def test_many_syncs_leave_one_adapter_in_the_engine(engine, two):
     assert torch.tensor([p.numel() for p in engine._runner.model.parameters()]).sum() == before
 
 
+def test_an_adapter_in_the_engines_own_type_is_not_scaled_again_by_each_sync(engine, tokens, two):
+    narrow = {name: tensor.bfloat16() for name, tensor in two[0].tensors.items()}
+    kept = {name: tensor.clone() for name, tensor in narrow.items()}
+    engine.sync(dataclasses.replace(two[0], tensors=narrow))
+    once = engine.score(tokens)
+    engine.sync(dataclasses.replace(two[0], tensors=narrow))
+    assert engine.score(tokens) == once
+    assert all(torch.equal(narrow[name], kept[name]) for name in kept)
+
+
 @pytest.mark.parametrize("rank", [1, 5, 24, RANK])
 def test_an_adapter_of_any_rank_up_to_the_engines_is_applied(engine, base, tokens, rank):
     model = adapted(base, rank, size=0.1)

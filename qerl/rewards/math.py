@@ -57,7 +57,8 @@ def last_integer_correct(completion: str, answer: str) -> bool:
 
     1,234 is one number, -5 is negative, 18.0 counts as 18, 18.5 is no integer and so is wrong.
     """
-    numbers = _INTEGER.findall(completion[-2_000:])
+    tail = completion[-2_000:].replace("\u2212", "-")  # the typographic minus
+    numbers = _INTEGER.findall(tail)
     return bool(numbers) and _decimal(numbers[-1]) == _decimal(answer)
 
 

@@ -175,7 +175,8 @@ class Engine:
 
         return LoRAModel.from_lora_tensors(
             self._adapter_id,
-            adapter.tensors,
+            # Copies: vLLM multiplies B by the adapter's scale in place.
+            {name: tensor.clone() for name, tensor in adapter.tensors.items()},
             PEFTHelper(adapter.rank, adapter.alpha, list(adapter.modules)),
             device=str(self._runner.device),
             dtype=self._runner.lora_manager.lora_config.lora_dtype,
