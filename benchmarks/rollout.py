@@ -239,11 +239,11 @@ def build_stock(job: dict) -> tuple[Generate, object]:
 
 def lora_options(rank: int) -> dict:
     """vLLM's arguments for one adapter slot; none for rank 0."""
-    from qerl.rollout.engine import MAX_RANKS
+    from qerl.config import LORA_SLOTS
 
     if not rank:
         return {}
-    slot = min(size for size in MAX_RANKS if size >= rank)
+    slot = min(size for size in LORA_SLOTS if size >= rank)
     return {"enable_lora": True, "max_lora_rank": slot}
 
 

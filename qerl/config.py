@@ -1,7 +1,7 @@
 """The settings of a training run: one dataclass, its command line and every cross-field check.
 
-Flags carry the names of the original trainer (shared method, section 3) where it had them. Values
-only: nothing here loads a model, a data set or a heavy library.
+Flags carry the names of the original trainer where it had them. Values only: nothing
+here loads a model, a data set or a heavy library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from qerl.correction import MODES as CORRECTIONS
 from qerl.noise import SCHEDULES, Schedule
 
-MAX_LORA_RANK = 512
+LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapter slot that vLLM makes
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
 
 
@@ -162,8 +162,8 @@ class TrainConfig:
             holds = not isinstance(value, float) or math.isfinite(value)
             yield holds, f"--{kebab(field.name)} {value}: expected a finite number"
         yield (
-            self.lora_rank <= MAX_LORA_RANK,
-            (f"--lora-rank {self.lora_rank}: vLLM's largest adapter slot is {MAX_LORA_RANK}"),
+            self.lora_rank <= LORA_SLOTS[-1],
+            (f"--lora-rank {self.lora_rank}: vLLM's largest adapter slot is {LORA_SLOTS[-1]}"),
         )
         for name in ("learning_rate", "temperature", "num_train_epochs", "lora_alpha", "epsilon"):
             value = getattr(self, name)
@@ -243,7 +243,7 @@ class TrainConfig:
 def parse(argv: list[str] | None = None) -> TrainConfig:
     """The configuration of a command line; argparse exits with status 2 on an unknown flag."""
     parser = argparse.ArgumentParser(
-        prog="python -m qerl.train", description=__doc__, allow_abbrev=False
+        prog="python -m qerl.train", description=TrainConfig.__doc__, allow_abbrev=False
     )
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):

@@ -2,7 +2,7 @@
 
 Fixed tokens are scored by both, then the adapter is perturbed and they are scored again. An
 adapter that is never applied, a base that differs, fused scales that differ: all show here, before
-the first step, and none of them shows in the loss (shared/faults.md, rows 1, 2, 4 and 5).
+the first step, and none of them shows in the loss.
 """
 
 from __future__ import annotations

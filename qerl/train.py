@@ -142,7 +142,6 @@ def _check_machine(config: TrainConfig) -> None:
 
 
 def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
-
     run_dir = Path(config.output_dir)
     if (run_dir / "adapter").is_dir():
         print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")

@@ -136,6 +136,7 @@ class QeRLTrainer(GRPOTrainer):
     def __init__(self, config: TrainConfig, engine: Engine | None, schedule, **kwargs):
         self._times = defaultdict(float)
         self._saving = False
+        self._entropies = []  # of this step's tokens, a tensor a pass
         self._gaps = []  # |sampler - trainer| of this step's tokens, a tensor a pass
         self._last_rollout = {}  # what TRL measured when it last sampled: num_iterations steps ago
         super().__init__(**kwargs)
@@ -195,6 +196,7 @@ class QeRLTrainer(GRPOTrainer):
             logps_BT = result[0].detach()
             mode, cap = self._correction, self.vllm_importance_sampling_clip_max
             weights.copy_(correction.weights(logps_BT, sampler_logps_BT, mask_BT, mode, cap))
+            self._entropies.append(result[1].detach()[mask_BT.bool()])
             self._gaps.append((logps_BT - sampler_logps_BT)[mask_BT.bool()].abs())
         return result
 
@@ -208,8 +210,8 @@ class QeRLTrainer(GRPOTrainer):
     def _row(self, logs: dict[str, float]) -> dict:
         row = {"step": self.state.global_step}
         row |= {key: _finite(logs.get(key)) for key in ("loss", "learning_rate", "grad_norm")}
-        self._last_rollout |= self._gap_row()
         self._last_rollout |= {key: logs[name] for key, name in TRL_METRICS.items() if name in logs}
+        self._last_rollout |= self._token_row()
         row |= {key: _finite(self._last_rollout.get(key)) for key in TRL_METRICS}
         sampler = getattr(self, "vllm_generation", None)
         applied = sampler.applied if sampler else Applied(0.0, 0.0, 0)
@@ -220,14 +222,21 @@ class QeRLTrainer(GRPOTrainer):
         }
         return row | self._time_row(row) | {"peak_memory_gib": _peak_memory_gib()}
 
-    def _gap_row(self) -> dict:
-        """|sampler - trainer| over all tokens of the step that are in the loss."""
+    def _token_row(self) -> dict:
+        """Entropy and |sampler - trainer| over all tokens of the step that are in the loss.
+
+        Null without any, where TRL averages its passes and counts an empty one as 0.
+        """
         if not self._gaps:
             return {}
-        gaps = torch.cat(self._gaps)
+        gaps, entropies = torch.cat(self._gaps), torch.cat(self._entropies)
         if not len(gaps):
-            return {"logp_gap_mean": None, "logp_gap_max": None}
-        return {"logp_gap_mean": gaps.mean().item(), "logp_gap_max": gaps.max().item()}
+            return dict.fromkeys(("entropy", "logp_gap_mean", "logp_gap_max"))
+        return {
+            "entropy": entropies.mean().item(),
+            "logp_gap_mean": gaps.mean().item(),
+            "logp_gap_max": gaps.max().item(),
+        }
 
     def _time_row(self, row: dict) -> dict:
         parts = {
@@ -291,6 +300,7 @@ class _StepClock(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._times.clear()
         self.trainer._gaps.clear()
+        self.trainer._entropies.clear()
         self.trainer._step_start = time.perf_counter()
 
 

@@ -343,6 +343,7 @@ def test_a_batch_of_truncated_completions_is_a_step_of_nothing(built, smollm2_nv
     flags = ["--mask-truncated-completions", "True", "--max-completion-length", "2"]
     row = one_step(smollm2_nvfp4, tmp_path / "run", *flags)
     assert (row["truncated_fraction"], row["loss"], row["grad_norm"]) == (1, 0, 0)
+    assert row["entropy"] is None and row["logp_gap_mean"] is None  # no token: not "no entropy"
     unmoved = [t for n, t in trained_adapter(tmp_path / "run").items() if ".lora_B." in n]
     assert not any(tensor.any() for tensor in unmoved)
 

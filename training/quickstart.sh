@@ -31,10 +31,12 @@ if [ ! -d "$checkpoint" ]; then
 fi
 "$python" -m qerl.check "$checkpoint"
 
-evaluate() { # output, more flags: accuracy on sums that training never sees
+evaluate() { # name of the JSON, more flags: accuracy on sums that training never sees
+  local output=$OUTPUT_DIR/$1
+  shift
   "$python" -m qerl.evaluate --model "$checkpoint" --dataset arithmetic --samples 8 \
     --max-prompt-length 64 --max-completion-length 16 \
-    --vllm-gpu-memory-utilization 0.3 --output "$OUTPUT_DIR/$@"
+    --vllm-gpu-memory-utilization 0.3 --output "$output" "$@"
 }
 
 mkdir -p "$OUTPUT_DIR"

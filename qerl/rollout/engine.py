@@ -16,17 +16,16 @@ import torch
 
 from qerl import _compat
 from qerl.adapter import Adapter
+from qerl.config import LORA_SLOTS
 from qerl.noise import Noise
 
 # In this process: the model's tensors are reached directly and one CUDA context is enough.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# FlashInfer's sampler costs a minute and a half of compiling at start (shared/measured.md).
+# FlashInfer's sampler costs a minute and a half of compiling at start.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 # The trainer shares these cores: vLLM must not bind the process to some of them.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes of adapter slot that vLLM makes
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Sampling:
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,6 @@ class Engine:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
             logprobs=0,
             detokenize=False,
         )
@@ -217,7 +214,7 @@ def _build(settings: EngineSettings):
         lora = {
             "enable_lora": True,
             "max_loras": 1,
-            "max_lora_rank": min(r for r in MAX_RANKS if r >= settings.lora_rank),
+            "max_lora_rank": min(r for r in LORA_SLOTS if r >= settings.lora_rank),
             "lora_target_modules": list(settings.lora_modules) or None,
         }
     return LLM(
@@ -242,7 +239,7 @@ def _build(settings: EngineSettings):
 def fastest_linear_backend() -> str:
     """vLLM's name of the W4A16 kernel to use: Humming where it is installed, else vLLM's choice.
 
-    vLLM's own choice is Marlin, which Humming beats from batch 8 up (README, rollout table).
+    vLLM's own choice is Marlin (README, "Hardware"; benchmarks/rollout.py compares them).
     """
     from vllm.platforms import current_platform
 
