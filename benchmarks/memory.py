@@ -144,8 +144,10 @@ def watch(command: list[str], sampler: Sampler, limit_gib: float | None, save) -
     child = subprocess.Popen(command)
     sampler.pid = child.pid
     try:
-        while child.poll() is None:
+        ended = False
+        while not ended:  # sampled before it is asked, so that the quickest command has one sample
             used = sampler.take().gpu_gib
+            ended = child.poll() is not None
             if limit_gib is not None and used > limit_gib:
                 return OVER_LIMIT
             if len(sampler.samples) % SAVE_EVERY == 0:

@@ -283,6 +283,17 @@ def test_the_status_of_the_command_is_passed_on():
     assert memory.main(["--", "bash", "-c", "kill -TERM $$"]) == 128 + 15
 
 
+def test_a_command_that_is_over_at_once_is_sampled_all_the_same():
+    class Late(memory.Sampler):
+        def take(self):
+            time.sleep(0.3)  # the command is gone before anybody looks
+            return super().take()
+
+    sampler = Late()
+    assert memory.watch(["true"], sampler, None, lambda status: None) == 0
+    assert len(sampler.samples) == 1
+
+
 class Rising(memory.Sampler):
     """A gauge whose GPU fills by 1 GiB a sample."""
 
