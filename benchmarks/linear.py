@@ -4,7 +4,7 @@
 
 For every projection shape of the models, without bias:
     bf16      nn.Linear, frozen
-    nvfp4     qerl.policy.NVFP4Linear with its kernels
+    nvfp4     qerl.linear.NVFP4Linear with its kernels
     torch     the same with qerl.nvfp4.dequantize in place of the kernel
     original  the first implementation's way (benchmarks/original.py)
 All hold the same weight. First each one's output and input gradient on 64 tokens are compared with
@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.harness import Column, Report, add_cpu_flag, device_of, several, spread
 from benchmarks.shapes import SHAPES, fused_groups
 from qerl import nvfp4
-from qerl.policy import NVFP4Linear
+from qerl.linear import NVFP4Linear
 
 MODELS = ["qwen2.5-7b", "qwen2.5-32b"]
 ARMS = ("bf16", "nvfp4", "torch", "original")

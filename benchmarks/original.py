@@ -11,7 +11,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from torch import nn
 from torch.nn import functional as F
 
-from qerl.policy import NVFP4Linear
+from qerl.linear import NVFP4Linear
 
 SCHEME = preset_name_to_scheme("NVFP4A16", ["Linear"])
 STORED = ("weight_packed", "weight_scale", "weight_global_scale")

@@ -1,92 +1,20 @@
 """The policy that trains: a base model frozen in NVFP4 (or bf16) with LoRA adapters on it.
 
-The only module that builds PEFT models. A quantized linear keeps its 4 bits and rebuilds the dense
-weight for each matmul, in the forward and again in the backward pass, so that autograd never holds
-a dense copy (the original decompressed every weight in PyTorch on every forward and, without
-gradient checkpointing, kept them all). A bf16 checkpoint takes the same path with plain linears:
-it is the control, and differs in the base alone.
+The only module that builds PEFT models. qerl.linear computes their layers, over 4-bit weights and
+over bf16 ones alike: a bf16 checkpoint is the control, and differs in the base alone.
 """
 
 from __future__ import annotations
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.nn import functional as F
 
-from qerl import checkpoint, kernels, nvfp4
+from qerl import checkpoint
+from qerl.linear import LoRALinear, NVFP4Linear
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class _FrozenMatmul(torch.autograd.Function):
-    """x W^T + b with W rebuilt from its 4 bits in both passes; no gradient for W or b."""
-
-    @staticmethod
-    def forward(ctx, x_TK, layer):
-        ctx.layer = layer
-        return F.linear(x_TK, layer.dense(x_TK.dtype), layer.bias)
-
-    @staticmethod
-    def backward(ctx, grad_TN):
-        return grad_TN @ ctx.layer.dense(grad_TN.dtype), None
-
-
-_BUFFERS: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-
-
-def _scratch(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A view of the one buffer that every dense weight is rebuilt into, as large as the largest."""
-    size = shape[0] * shape[1]
-    buffer = _BUFFERS.get((device, dtype))
-    if buffer is None or buffer.numel() < size:
-        buffer = _BUFFERS[device, dtype] = torch.empty(size, dtype=dtype, device=device)
-    return buffer[:size].view(shape)
-
-
-class NVFP4Linear(nn.Module):
-    """A frozen linear [N, K] held in NVFP4 (qerl.nvfp4 has the format).
-
-    Its tensors carry the checkpoint's names, so that a state dict loads straight into it.
-    """
-
-    def __init__(self, linear: nn.Linear, use_kernels: bool = True):
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.use_kernels = use_kernels
-        rows, columns = linear.out_features, linear.in_features
-        self.weight_packed = _unread(rows, columns // 2)
-        self.weight_scale = _unread(rows, columns // nvfp4.BLOCK)
-        self.weight_global_scale = _unread(1)
-        self.bias = linear.bias
-
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [N, K] in `dtype`, valid until the next call of any layer's dense."""
-        stored = self.weight_packed, self.weight_scale, self.weight_global_scale
-        if not (self.use_kernels and kernels.available(self.weight_packed.device)):
-            return nvfp4.dequantize(*stored, dtype)
-        from qerl.kernels.dequantize import dequantize  # needs Triton
-
-        shape = self.out_features, self.in_features
-        return dequantize(*stored, dtype, out=_scratch(shape, dtype, self.weight_packed.device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] -> [..., N] in x's dtype (bf16 under autocast)."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _FrozenMatmul.apply(x, self)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4"
-
-
-class _LoraOverNVFP4(LoraLinear):
-    """PEFT's LoRA layer, told the size of a layer type that PEFT does not know."""
-
-    def _get_in_out_features(self, module):
-        return module.in_features, module.out_features
 
 
 def load(
@@ -118,7 +46,9 @@ def adapt(model: nn.Module, rank: int, alpha: float, seed: int):
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=list(TARGETS), task_type="CAUSAL_LM"
     )
-    config._register_custom_module({NVFP4Linear: _LoraOverNVFP4})  # PEFT's door for new layers
+    # PEFT's door for new layers. It asks isinstance, and bitsandbytes' layers are nn.Linears too.
+    plain = {type(m) for name, m in model.named_modules() if name.endswith(TARGETS)} == {nn.Linear}
+    config._register_custom_module({nn.Linear if plain else NVFP4Linear: LoRALinear})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
@@ -148,11 +78,6 @@ def score(model: nn.Module, token_ids: list[list[int]]) -> list[list[float]]:
     logps_BTV = logits_BTV.float().log_softmax(-1)
     logps_BT = logps_BTV.gather(2, ids_BT[:, 1:, None])[..., 0]
     return [row[: len(ids) - 1].tolist() for row, ids in zip(logps_BT, token_ids, strict=True)]
-
-
-def _unread(*shape: int) -> nn.Parameter:
-    """A place for a stored tensor, without memory until the checkpoint is read into it."""
-    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
 
 
 def _load_nvfp4(found, device, dtype, use_kernels) -> nn.Module:

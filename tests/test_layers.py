@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qerl"
 LAYERS = {
     1: ("config run_folder rewards nvfp4 noise adapter correction kernels _compat".split()),
-    2: ("checkpoint", "data", "policy", "rollout"),
+    2: ("checkpoint", "data", "linear", "policy", "rollout"),
     3: ("parity", "trainer"),
     4: ("train", "evaluate", "check", "report"),
 }
@@ -23,7 +23,7 @@ LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 DOORS = {
     "vllm": {"rollout", "_compat"},
     "datasets": {"data"},
-    "peft": {"policy"},
+    "peft": {"linear", "policy"},
     "trl": {"trainer"},
     "safetensors": {"adapter", "checkpoint"},
     "triton": {"kernels"},

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from qerl import adapter, parity, policy
+from qerl import adapter, linear, parity, policy
 from qerl.noise import Noise
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def tokens(tokenizer) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-def projections(model, name: str) -> list[policy.NVFP4Linear]:
+def projections(model, name: str) -> list[linear.NVFP4Linear]:
     return [m.base_layer for n, m in model.named_modules() if n.endswith(f".{name}")]
 
 

@@ -11,9 +11,8 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from qerl import adapter, nvfp4, policy
+from qerl import adapter, linear, policy
 
 MODELS = list(itertools.product(tiny.FAMILIES, (True, False)))  # family, tied embeddings
 RANK = 8
@@ -35,47 +34,6 @@ def folders(tmp_path_factory) -> dict[tuple, Path]:
 def logits(model, ids=IDS) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=ids).logits
-
-
-def packed_linear(rows: int, columns: int, bias: bool) -> tuple[policy.NVFP4Linear, nn.Linear]:
-    """An NVFP4 layer and the dense one with the values that it stores."""
-    torch.manual_seed(rows + columns)
-    dense = nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
-    packed = policy.NVFP4Linear(dense)
-    stored = nvfp4.quantize(dense.weight)
-    for name, tensor in stored._asdict().items():
-        setattr(packed, f"weight_{name}", nn.Parameter(tensor, requires_grad=False))
-    dense.weight.data.copy_(nvfp4.dequantize(*stored))
-    return packed, dense
-
-
-# --- the layer
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (17, 48), (64, 96), (33, 576)])
-@pytest.mark.parametrize("tokens", [(5,), (2, 3), (0,)])
-def test_a_packed_layer_computes_as_the_dense_one_forward_and_backward(rows, columns, bias, tokens):
-    packed, dense = packed_linear(rows, columns, bias)
-    results = []
-    for layer in (packed, dense):
-        torch.manual_seed(1)
-        x = torch.randn(*tokens, columns, dtype=torch.bfloat16, requires_grad=True)
-        y = layer(x)
-        y.backward(torch.randn_like(y))
-        results.append((y.detach(), x.grad))
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype == torch.bfloat16
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_a_packed_layer_takes_float32_under_autocast_as_a_linear_does():
-    packed, dense = packed_linear(64, 96, bias=True)
-    x = torch.randn(3, 96)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = packed(x), dense(x)
-    assert ours.dtype == theirs.dtype == torch.bfloat16
-    torch.testing.assert_close(ours, theirs)
 
 
 # --- the model
@@ -109,7 +67,7 @@ def test_every_stored_tensor_is_in_the_model_in_its_own_type(folders, family, ti
         assert torch.equal(state[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert not any(p.requires_grad for p in model.parameters())
-    packed = [m for m in model.modules() if isinstance(m, policy.NVFP4Linear)]
+    packed = [m for m in model.modules() if isinstance(m, linear.NVFP4Linear)]
     assert len(packed) == 14
     assert sum(layer.bias is not None for layer in packed) == (6 if family == "qwen2" else 0)
 

@@ -1,0 +1,148 @@
+"""The linear layers that train: a frozen base in NVFP4 or bf16 with a LoRA adapter, as one step.
+
+    y = x W^T + b + s (x A^T) B^T        W [N, K] frozen, A [R, K] and B [N, R] learn, s = alpha / R
+
+PEFT owns the adapter (its names, its files, its switches); this module computes it. One autograd
+node does what PEFT does with five, and writes the adapter's part into the base's output instead of
+adding three tensors of its size. A packed W is rebuilt from its 4 bits for each matmul, in the
+forward and again in the backward pass, so that autograd never holds a dense copy (the original
+decompressed every weight in PyTorch on every forward and, without gradient checkpointing, kept
+them all). Building a model out of these layers is qerl.policy's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import nn
+from torch.nn import functional as F
+
+from qerl import kernels, nvfp4
+
+
+class _Linear(torch.autograd.Function):
+    """The formula above. `base` is a module with dense(dtype) and bias; A and B may be None."""
+
+    @staticmethod
+    def forward(ctx, x, A_RK, B_NR, base, scale):
+        ctx.base, ctx.scale = base, scale
+        y = F.linear(x, dense(base, x.dtype), base.bias)
+        if A_RK is None:
+            return y
+        ctx.learned = A_RK.dtype
+        A_RK, B_NR = A_RK.to(x.dtype), B_NR.to(x.dtype)
+        x_TK = x.reshape(-1, x.shape[-1])
+        t_TR = x_TK @ A_RK.T
+        y.view(-1, y.shape[-1]).addmm_(t_TR, B_NR.T, alpha=scale)
+        ctx.save_for_backward(x_TK, t_TR, A_RK, B_NR)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_TN, saved = grad.reshape(-1, grad.shape[-1]), ctx.saved_tensors
+        dx_TK = dA_RK = dB_NR = None
+        if ctx.needs_input_grad[0]:
+            dx_TK = grad_TN @ dense(ctx.base, grad.dtype)
+        if saved:
+            x_TK, t_TR, A_RK, B_NR = saved
+            dt_TR = (grad_TN @ B_NR).mul_(ctx.scale)
+            dA_RK = (dt_TR.T @ x_TK).to(ctx.learned)
+            dB_NR = (grad_TN.T @ t_TR).to(ctx.learned).mul_(ctx.scale)
+            if dx_TK is not None:
+                dx_TK.addmm_(dt_TR, A_RK)
+        dx = None if dx_TK is None else dx_TK.view(*grad.shape[:-1], dx_TK.shape[-1])
+        return dx, dA_RK, dB_NR, None, None
+
+
+def dense(base: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] of a frozen layer; a packed one's is valid until the next call."""
+    return base.dense(dtype) if isinstance(base, NVFP4Linear) else base.weight.to(dtype)
+
+
+_BUFFERS: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+
+def _scratch(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A view of the one buffer that every dense weight is rebuilt into, as large as the largest."""
+    size = shape[0] * shape[1]
+    buffer = _BUFFERS.get((device, dtype))
+    if buffer is None or buffer.numel() < size:
+        buffer = _BUFFERS[device, dtype] = torch.empty(size, dtype=dtype, device=device)
+    return buffer[:size].view(shape)
+
+
+class NVFP4Linear(nn.Module):
+    """A frozen linear [N, K] held in NVFP4 (qerl.nvfp4 has the format).
+
+    Its tensors carry the checkpoint's names, so that a state dict loads straight into it.
+    """
+
+    def __init__(self, linear: nn.Linear, use_kernels: bool = True):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.use_kernels = use_kernels
+        rows, columns = linear.out_features, linear.in_features
+        self.weight_packed = _unread(rows, columns // 2)
+        self.weight_scale = _unread(rows, columns // nvfp4.BLOCK)
+        self.weight_global_scale = _unread(1)
+        self.bias = linear.bias
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] in `dtype`, valid until the next call of any layer's dense."""
+        stored = self.weight_packed, self.weight_scale, self.weight_global_scale
+        if not (self.use_kernels and kernels.available(self.weight_packed.device)):
+            return nvfp4.dequantize(*stored, dtype)
+        from qerl.kernels.dequantize import dequantize  # needs Triton
+
+        shape = self.out_features, self.in_features
+        return dequantize(*stored, dtype, out=_scratch(shape, dtype, self.weight_packed.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N] in x's dtype (bf16 under autocast)."""
+        return _Linear.apply(autocast(x), None, None, self, 1.0)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4"
+
+
+class LoRALinear(PeftLinear):
+    """PEFT's LoRA layer over an NVFP4Linear or a plain nn.Linear, computed as one step.
+
+    Whatever goes beyond one plain adapter (switched off, merged, mixed in a batch, dropout) takes
+    PEFT's own way, and so does a base layer of any other type.
+    """
+
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """x [..., K] -> [..., N] in x's dtype (bf16 under autocast)."""
+        if args or kwargs or self.disable_adapters or self.merged or not self._is_plain():
+            return super().forward(x, *args, **kwargs)
+        (name,) = self.active_adapters
+        A_RK, B_NR = self.lora_A[name].weight, self.lora_B[name].weight
+        return _Linear.apply(autocast(x), A_RK, B_NR, self.base_layer, self.scaling[name])
+
+    def _is_plain(self) -> bool:
+        names = self.active_adapters
+        return (
+            type(self.base_layer) in BASES
+            and len(names) == 1
+            and names[0] not in self.lora_variant
+            and isinstance(self.lora_dropout[names[0]], nn.Identity)
+        )
+
+    def _get_in_out_features(self, module):
+        return module.in_features, module.out_features  # PEFT does not know our type
+
+
+BASES = (NVFP4Linear, nn.Linear)  # exactly these: bitsandbytes' layers are nn.Linear's children
+
+
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in autocast's type where that is on, as torch does for its own linear."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _unread(*shape: int) -> nn.Parameter:
+    """A place for a stored tensor, without memory until the checkpoint is read into it."""
+    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)

@@ -1,0 +1,148 @@
+"""The linear layers that train: 4 bits compute as their dense values, one step as PEFT's five."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from qerl import nvfp4
+from qerl.linear import LoRALinear, NVFP4Linear
+
+SHAPES = [(1, 16), (17, 48), (64, 96), (33, 576)]  # rows, columns
+TOKENS = [(5,), (2, 3), (0,)]
+
+
+def packed_linear(rows: int, columns: int, bias: bool) -> tuple[NVFP4Linear, nn.Linear]:
+    """An NVFP4 layer and the dense one with the values that it stores."""
+    torch.manual_seed(rows + columns)
+    dense = nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    packed = NVFP4Linear(dense)
+    stored = nvfp4.quantize(dense.weight)
+    for name, tensor in stored._asdict().items():
+        setattr(packed, f"weight_{name}", nn.Parameter(tensor, requires_grad=False))
+    dense.weight.data.copy_(nvfp4.dequantize(*stored))
+    return packed, dense
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_packed_layer_computes_as_the_dense_one_forward_and_backward(rows, columns, bias, tokens):
+    packed, dense = packed_linear(rows, columns, bias)
+    results = []
+    for layer in (packed, dense):
+        torch.manual_seed(1)
+        x = torch.randn(*tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn_like(y))
+        results.append((y.detach(), x.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_packed_layer_takes_float32_under_autocast_as_a_linear_does():
+    packed, dense = packed_linear(64, 96, bias=True)
+    x = torch.randn(3, 96)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = packed(x), dense(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs)
+
+
+# --- with an adapter
+
+
+def adapted(base: nn.Module, rank: int, kind: type[nn.Module] | None, **options):
+    """`base` alone in a model under PEFT, with B filled; kind None: PEFT's own LoRA layer."""
+    config = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=["0"], **options)
+    if kind is not None:
+        config._register_custom_module({type(base): kind})
+    torch.manual_seed(0)
+    model = get_peft_model(nn.Sequential(base), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64) * 0.3
+    return model
+
+
+def results(model, tokens, columns, dtype=torch.float64) -> list[torch.Tensor]:
+    """Output, and the gradients of the input and of both factors."""
+    torch.manual_seed(1)
+    x = torch.randn(*tokens, columns, dtype=dtype, requires_grad=True)
+    y = model(x)
+    y.backward(torch.randn_like(y))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+def plain_linear(rows: int, columns: int, bias: bool) -> nn.Linear:
+    torch.manual_seed(rows)
+    return nn.Linear(columns, rows, bias=bias, dtype=torch.float64).requires_grad_(False)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("bias", "rank"), [(True, 1), (False, 5)])
+def test_one_step_computes_what_pefts_layer_does(rows, columns, tokens, bias, rank):
+    ours, theirs = (
+        results(adapted(plain_linear(rows, columns, bias), rank, kind), tokens, columns)
+        for kind in (LoRALinear, None)
+    )
+    assert len(ours) == 4
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float64
+        torch.testing.assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_adapter_on_4_bits_computes_as_one_on_their_dense_values(bias):
+    packed, dense = packed_linear(33, 96, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (
+            results(adapted(base, 4, LoRALinear), (2, 7), 96, torch.float32)
+            for base in (packed, dense)
+        )
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+def nodes(y: torch.Tensor) -> set[str]:
+    """The names of the autograd nodes behind y."""
+    found, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        found.add(node.name())
+        left += [parent for parent, _ in node.next_functions if parent is not None]
+    return found
+
+
+def test_one_plain_adapter_is_one_node_and_anything_else_goes_pefts_way():
+    x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
+    for options, one in [({}, True), ({"lora_dropout": 0.5}, False), ({"use_dora": True}, False)]:
+        found = nodes(adapted(plain_linear(17, 48, True), 4, LoRALinear, **options)(x))
+        assert ("_LinearBackward" in found) == one, options
+        assert (found == {"_LinearBackward", "torch::autograd::AccumulateGrad"}) == one, options
+
+
+def test_an_adapter_that_is_switched_off_or_merged_computes_as_pefts_does():
+    x = torch.randn(3, 48, dtype=torch.float64)
+    model = adapted(plain_linear(17, 48, True), 4, LoRALinear)
+    on = model(x)
+    with model.disable_adapter():
+        assert torch.equal(model(x), plain_linear(17, 48, True)(x))
+    assert torch.equal(model(x), on)
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), on)
+
+
+def test_the_input_of_the_first_layer_needs_no_gradient_and_gets_none():
+    packed, _ = packed_linear(64, 96, bias=False)
+    model = adapted(packed, 4, LoRALinear)
+    calls = []
+    original = NVFP4Linear.dense
+    packed.dense = lambda dtype: calls.append(dtype) or original(packed, dtype)
+    model(torch.randn(3, 96, dtype=torch.float64)).sum().backward()
+    assert len(calls) == 1  # the forward pass alone
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
