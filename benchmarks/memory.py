@@ -1,13 +1,15 @@
 """The peak memory of a command: the whole GPU's, by NVML, and the host's.
 
     python -m benchmarks.memory [--limit-gib 79] [--output FILE] -- bash training/LAUNCHER.sh
+    python -m benchmarks.memory --metrics RUN/metrics.jsonl -- bash training/LAUNCHER.sh
 
 GPU: what NVML calls used on the device: torch, vLLM, CUDA contexts, and anything that another
 program holds there (the line "before" says how much). Host: resident memory summed over the command
 and its descendants, so a page that two of them share counts twice. Samples are 0.5 s apart: a
 shorter peak can be missed. --limit-gib kills the command at the first sample above the limit, and
 the exit status is 3: so a run proves that it fits a smaller GPU. An 80 GB card has about 79 GiB.
-`Sampler` measures the process that it runs in, for other benchmarks.
+--metrics names the file in which the command counts its steps, and prints the peak of every ten of
+them: a leak shows. `Sampler` measures the process that it runs in, for other benchmarks.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ GIB = 2**30
 EVERY = 0.5  # seconds between samples
 SAVE_EVERY = 20  # samples between writes of the JSON file
 SLICES = 10  # lines of the printed time series
+STEPS = 10  # training steps a line with --metrics
 OVER_LIMIT = 3  # exit status
 
 
@@ -37,6 +40,7 @@ class Sample(NamedTuple):
     seconds: float
     gpu_gib: float | None
     host_gib: float
+    step: int = 0  # training steps finished by then, when they are counted
 
 
 def open_gpu(index: int = 0):
@@ -105,8 +109,9 @@ def peak(values: list[float | None]) -> float | None:
 class Sampler:
     """Samples a process and a GPU: by hand with take(), or in a thread as a context manager."""
 
-    def __init__(self, pid: int | None = None, gpu=None, every: float = EVERY):
+    def __init__(self, pid: int | None = None, gpu=None, every: float = EVERY, metrics=None):
         self.pid, self.gpu, self.every = pid or os.getpid(), gpu, every
+        self.metrics = metrics  # a file that grows by a line a step, or None
         self.samples: list[Sample] = []
         self._start = time.perf_counter()
         self._stop = threading.Event()
@@ -124,7 +129,7 @@ class Sampler:
     def take(self) -> Sample:
         used = None if self.gpu is None else gpu_used(self.gpu) / GIB
         seconds = time.perf_counter() - self._start
-        self.samples.append(Sample(seconds, used, host_used(self.pid) / GIB))
+        self.samples.append(Sample(seconds, used, host_used(self.pid) / GIB, lines(self.metrics)))
         return self.samples[-1]
 
     def gpu_peak(self) -> float | None:
@@ -137,6 +142,11 @@ class Sampler:
         while not self._stop.is_set():
             self.take()
             self._stop.wait(self.every)
+
+
+def lines(file: Path | None) -> int:
+    """How many a file has; 0 for none that is there."""
+    return file.read_bytes().count(b"\n") if file is not None and file.exists() else 0
 
 
 def watch(command: list[str], sampler: Sampler, limit_gib: float | None, save) -> int:
@@ -200,15 +210,28 @@ def slices(samples: list[Sample], count: int = SLICES) -> list[Sample]:
     ]
 
 
+def by_steps(samples: list[Sample]) -> list[tuple[str, Sample]]:
+    """The peaks while steps 2 to 10 ran, 11 to 20, ...: without loading, step 1 and the end."""
+    last, rows = samples[-1].step, []
+    for first in range(0, last, STEPS):
+        begin, end = max(first, 1), min(first + STEPS, last)
+        part = [sample for sample in samples if begin <= sample.step < end]
+        rows += [(f"{begin + 1}-{end}", peaks) for peaks in slices(part, 1)] if part else []
+    return rows
+
+
 def print_summary(sampler: Sampler, before: float | None) -> None:
     rows = [("before", Sample(0.0, before, 0.0))]
-    rows += [(f"to {part.seconds:.0f} s", part) for part in slices(sampler.samples)]
+    if sampler.metrics is None:
+        rows += [(f"to {part.seconds:.0f} s", part) for part in slices(sampler.samples)]
+    else:
+        rows += [(f"steps {name}", part) for name, part in by_steps(sampler.samples)]
     last = sampler.samples[-1].seconds
     rows.append(("peak", Sample(last, sampler.gpu_peak(), sampler.host_peak())))
-    print(f"\n{'':12}{'GPU GiB':>10}{'host GiB':>10}")
+    print(f"\n{'':14}{'GPU GiB':>10}{'host GiB':>10}")
     for name, sample in rows:
         used = "-" if sample.gpu_gib is None else f"{sample.gpu_gib:.2f}"
-        print(f"{name:12}{used:>10}{sample.host_gib:>10.2f}")
+        print(f"{name:14}{used:>10}{sample.host_gib:>10.2f}")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -218,6 +241,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-gib", type=float, help="kill the command above this, GiB used")
     parser.add_argument("--gpu", type=int, default=0, help="NVML's number of the GPU (default: 0)")
     parser.add_argument("--every", type=float, default=EVERY, help="seconds between samples (0.5)")
+    parser.add_argument("--metrics", type=Path, help="the command's file with a line a step")
     parser.add_argument("--output", type=Path, help="write every sample to this JSON file")
     parser.add_argument("command", nargs="+", help="after --: the command and its arguments")
     args = parser.parse_args(argv)
@@ -233,7 +257,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     before = None if args.handle is None else gpu_used(args.handle) / GIB
-    sampler = Sampler(gpu=args.handle, every=args.every)
+    sampler = Sampler(gpu=args.handle, every=args.every, metrics=args.metrics)
     settings = {"command": args.command, "gpu": gpu_name(), "limit_gib": args.limit_gib}
 
     def save(status: int | None) -> None:

@@ -8,7 +8,9 @@
                   its own LoRA kernels, the adapter loaded from a PEFT folder
 
 Every (shape, arm, rank) has an engine of its own in a process of its own, on random weights and a
-random adapter on all projections. Prompts are distinct random tokens, no two with the same first
+random adapter on all projections. Rank 0, no adapter, is measured in the engine of the first other
+rank (one that knows no adapters when --ranks is 0 alone). CUDA graphs are captured for the batches
+that are asked for, in every arm. Prompts are distinct random tokens, no two with the same first
 one, so no prefix is cached; the end of text is ignored, so every completion has exactly the asked
 length; log-probabilities are returned, temperature is 1. Each batch is sampled at two lengths, 16
 and --output-tokens, after a warm-up; the difference is decoding alone. Decode tokens/s is batch *
@@ -69,6 +71,7 @@ COLUMNS = [
 ]
 # Token ids of the completions of a batch of prompts, at a length.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
+Switch = Callable[[bool], None]  # the adapter on or off
 
 
 class Prompts:
@@ -176,8 +179,8 @@ def model_shape(job: dict) -> dict:
     return shape
 
 
-def build_ours(job: dict) -> tuple[Generate, object]:
-    """The trainer's engine, and vLLM's LLM inside it."""
+def build_ours(job: dict) -> tuple[Generate, Switch, object]:
+    """The trainer's engine: its sampling, its adapter's switch, and vLLM's LLM inside it."""
     from qerl.noise import Noise
     from qerl.policy import TARGETS
     from qerl.rollout import EngineSettings, Sampling
@@ -192,49 +195,64 @@ def build_ours(job: dict) -> tuple[Generate, object]:
         gpu_memory_utilization=job["gpu_memory"],
         linear_backend=job["linear_backend"],
     )
-    engine = bent_engine(settings, job["arm"])
+    engine = bent_engine(settings, job)
     noise = Noise(seed=0, step=1, sigma=SIGMA) if job["noise"] else None
-    engine.sync(random_adapter(job) if job["rank"] else None, noise)
+
+    def switch(on: bool):
+        engine.sync(random_adapter(job) if on else None, noise)
 
     def generate(prompts, tokens):
         return [c.token_ids for c in engine.generate(prompts, Sampling(tokens), seed=0)]
 
-    return generate, engine.llm
+    return generate, switch, engine.llm
 
 
-def bent_engine(settings, arm: str):
-    """The Engine, asking vLLM for two things that training has no use for.
+def bent_engine(settings, job: dict):
+    """The Engine, asking vLLM for three things that training has no use for.
 
-    nf4's quantization, and sampling that goes on past the end of text. The Engine takes both names
-    from the module vllm when it calls them; vLLM's own modules need them whole while it starts.
+    nf4's quantization, CUDA graphs of few sizes, and sampling that goes on past the end of text.
+    The Engine takes both names from the module vllm when it calls them; vLLM's own modules need
+    them whole while it starts.
     """
     import vllm
 
     from qerl.rollout import Engine
 
-    if arm == "nf4":
-        vllm.LLM = functools.partial(vllm.LLM, quantization="bitsandbytes")
+    vllm.LLM = functools.partial(vllm.LLM, **vllm_options(job))
     engine = Engine(settings)
     vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     return engine
 
 
-def build_stock(job: dict) -> tuple[Generate, object]:
+def vllm_options(job: dict) -> dict:
+    """What an arm asks of vLLM, whoever builds it."""
+    sizes = {"cudagraph_capture_sizes": sorted(set(job["batches"]))}
+    options = {} if job["device"] == "cpu" else {"compilation_config": sizes}
+    if job["arm"].startswith("nf4"):
+        options["quantization"] = "bitsandbytes"
+    return options
+
+
+def build_stock(job: dict) -> tuple[Generate, Switch, object]:
     """vLLM as it comes, in the environment that qerl.rollout sets for training."""
     from qerl import rollout  # noqa: F401  for that environment
 
     llm = vllm_engine(job, lora_options(job["rank"]))
-    request = adapter_request(job) if job["rank"] else None
+    wanted = None
+
+    def switch(on: bool):
+        nonlocal wanted
+        wanted = adapter_request(job) if on else None
 
     def generate(prompts, tokens):
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True)
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False, lora_request=request)
+        outputs = llm.generate(inputs, params, use_tqdm=False, lora_request=wanted)
         return [output.outputs[0].token_ids for output in outputs]
 
-    return generate, llm
+    return generate, switch, llm
 
 
 def lora_options(rank: int) -> dict:
@@ -256,7 +274,6 @@ def vllm_engine(job: dict, lora: dict):
     return LLM(
         model=job["folder"],
         dtype="bfloat16",
-        quantization="bitsandbytes" if job["arm"].startswith("nf4") else None,
         max_model_len=job["prompt"] + job["output"],
         max_num_seqs=max(job["batches"]),
         gpu_memory_utilization=job["gpu_memory"],
@@ -264,6 +281,7 @@ def vllm_engine(job: dict, lora: dict):
         enforce_eager=job["device"] == "cpu",
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
+        **vllm_options(job),
         **lora,
     )
 
@@ -295,16 +313,26 @@ def weights_gib(llm) -> float:
 
 
 def child(job: dict) -> None:
-    """One engine: start it, measure every batch, send the rows."""
+    """One engine: start it, measure every batch without and with the adapter, send the rows."""
     started = time.perf_counter()
     build = build_stock if job["arm"].endswith(STOCK) else build_ours
     with tempfile.TemporaryDirectory() as folder:
-        generate, llm = build(job | {"adapter_folder": folder})
+        generate, switch, llm = build(job | {"adapter_folder": folder})
         start_s = time.perf_counter() - started
         weights = weights_gib(llm) if job["device"] == "cuda" else None
         prompts = Prompts(SHAPES[job["shape"]]["vocab_size"], job["prompt"])
-        for row in measure_batches(generate, prompts, job):
-            send(job, row | {"start_s": start_s, "weights_gib": weights})
+        for rank in job["measured"]:
+            switch(rank > 0)
+            for row in measure_batches(generate, prompts, job):
+                send(job, row | {"rank": rank, "start_s": start_s, "weights_gib": weights})
+
+
+def engines(ranks: list[int]) -> list[tuple[int, list[int]]]:
+    """The rank that each engine is built for, and the ranks that are measured in it."""
+    above = sorted(set(ranks) - {0})
+    if not above:
+        return [(0, [0])]
+    return [(rank, [0, rank] if rank == above[0] and 0 in ranks else [rank]) for rank in above]
 
 
 def measure(args: argparse.Namespace, engine: dict, place: Path):
@@ -313,7 +341,7 @@ def measure(args: argparse.Namespace, engine: dict, place: Path):
     job = engine | {name: getattr(args, name) for name in names}
     job |= {"output": args.output_tokens, "linear_backend": args.linear_backend}
     precision = PRECISIONS[engine["arm"].removesuffix(STOCK)]
-    limit = args.start_seconds + args.seconds + GRACE
+    limit = args.start_seconds + args.seconds * len(engine["measured"]) + GRACE
     try:
         folder = checkpoint(place, engine["shape"], precision, args.layers)
         for row in run_child("benchmarks.rollout", job | {"folder": str(folder)}, limit):
@@ -334,7 +362,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt", type=int, default=256, help="tokens a prompt (256)")
     add("--output-tokens", type=int, default=256, help="tokens a completion (256)")
     add("--repeats", type=int, default=2, help="of each batch (2)")
-    add("--seconds", type=float, default=60, help="of sampling for an engine; more is skipped (60)")
+    add("--seconds", type=float, default=60, help="of sampling at one rank; more is skipped (60)")
     add("--start-seconds", type=float, default=240, help="an engine may take to start (240)")
     add("--gpu-memory", type=float, default=0.85, help="vLLM's share of the GPU's memory (0.85)")
     add("--noise", action="store_true", help=f"sample under AQN, sigma {SIGMA}; not the stock arms")
@@ -362,8 +390,8 @@ def main(argv: list[str] | None = None) -> int:
     for shape in args.shapes:
         with workplace(args.folder) as place:  # temporary checkpoints go before the next are made
             for arm in args.arms:
-                for rank in args.ranks:
-                    engine = {"shape": shape, "arm": arm, "rank": rank}
+                for rank, measured in engines(args.ranks):
+                    engine = {"shape": shape, "arm": arm, "rank": rank, "measured": measured}
                     for row in measure(args, engine, place):
                         report.add(row)
     return int(any(row.get("failed") for row in report.data["rows"]))

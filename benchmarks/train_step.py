@@ -4,7 +4,9 @@
 
     nvfp4       qerl.policy: 4-bit weights, rebuilt by the kernel in both passes
     bf16        qerl.policy on the bf16 checkpoint: the control
-    nf4         QLoRA: bitsandbytes NF4 by transformers, double quantization, bf16 arithmetic
+    bf16-stock  the bf16 checkpoint under PEFT's own LoRA layers, as its users have it
+    nf4         QLoRA: bitsandbytes NF4 by transformers, double quantization, bf16 arithmetic, and
+                PEFT's own LoRA layers for it
     decompress  4-bit weights decompressed in PyTorch on every forward and kept by autograd, as the
                 first implementation did (benchmarks/original.py)
 
@@ -46,7 +48,13 @@ from benchmarks.harness import (
 from benchmarks.memory import GIB, Sampler, open_gpu
 from benchmarks.shapes import SHAPES
 
-ARMS = {"nvfp4": "nvfp4", "bf16": "bf16", "nf4": "bf16", "decompress": "nvfp4"}  # arm -> checkpoint
+ARMS = {  # arm -> checkpoint
+    "nvfp4": "nvfp4",
+    "bf16": "bf16",
+    "bf16-stock": "bf16",
+    "nf4": "bf16",
+    "decompress": "nvfp4",
+}
 ALPHA = 32.0  # of the adapter; no effect on speed
 WARM_UP = 1  # steps
 COLUMNS = [
@@ -76,6 +84,20 @@ def load(job: dict):
 
         decompress_everywhere(model)
     return model
+
+
+def adapt(job: dict, model):
+    """The model of an arm under a fresh adapter."""
+    from qerl import policy
+
+    if job["arm"] != "bf16-stock":
+        return policy.adapt(model, job["rank"], ALPHA, seed=0)
+    from peft import LoraConfig, get_peft_model
+
+    targets = list(policy.TARGETS)
+    return get_peft_model(
+        model, LoraConfig(r=job["rank"], lora_alpha=ALPHA, target_modules=targets)
+    )
 
 
 def load_nf4(folder: str):
@@ -202,12 +224,10 @@ def step_clock(device: str):
 
 def child(job: dict) -> None:
     """One arm: load, train, send a row."""
-    from qerl import policy
-
     started = time.perf_counter()
     model = load(job)
     row = {"load_s": time.perf_counter() - started, "base_gib": model_gib(model, job["device"])}
-    model = policy.adapt(model, job["rank"], ALPHA, seed=0)
+    model = adapt(job, model)
     gpu = open_gpu() if job["device"] == "cuda" else None
     with tempfile.TemporaryDirectory() as output_dir, Sampler(gpu=gpu) as sampler:
         trainer, clock = build_trainer(job, model, output_dir)

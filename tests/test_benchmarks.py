@@ -198,12 +198,19 @@ def test_a_step_of_the_real_trainer_is_measured_without_a_gpu(tmp_path):
 
 @pytest.mark.slow
 def test_the_real_engine_is_measured_without_a_gpu(tmp_path):
-    small = "--cpu --shapes smollm2-135m --layers 1 --arms nvfp4 --ranks 4 --batches 2"
+    small = "--cpu --shapes smollm2-135m --layers 1 --arms nvfp4 --ranks 0,4 --batches 2"
     size = "--prompt 4 --output-tokens 64 --repeats 1 --noise"
     output = tmp_path / "out.json"
     assert rollout.main([*small.split(), *size.split(), "--output", str(output)]) == 0
-    (row,) = json.loads(output.read_text())["rows"]
-    assert row["decode_tokens_per_s"] > 0 and row["start_s"] > 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["rank"] for row in rows] == [0, 4]
+    assert all(row["decode_tokens_per_s"] > 0 and row["start_s"] > 0 for row in rows)
+
+
+def test_no_adapter_is_measured_in_an_engine_that_is_built_anyway():
+    assert rollout.engines([0]) == [(0, [0])]
+    assert rollout.engines([0, 64, 32]) == [(32, [0, 32]), (64, [64])]
+    assert rollout.engines([16]) == [(16, [16])]
 
 
 def test_decode_speed_is_the_difference_of_the_two_lengths():
@@ -339,6 +346,26 @@ def test_the_printed_slices_keep_the_peak_and_the_end(count):
     assert 1 <= len(parts) <= memory.SLICES
     assert max(p.gpu_gib for p in parts) == max(s.gpu_gib for s in samples)
     assert parts[-1].seconds == samples[-1].seconds
+
+
+def test_a_leak_shows_in_the_peaks_of_every_ten_steps():
+    samples = [memory.Sample(0.0, None, 3.0, 0)]  # loading holds the most
+    samples += [memory.Sample(step, None, 1 + step / 10, step) for step in range(1, 25)]
+    samples += [memory.Sample(99.0, None, 9.0, 25)]
+    rows = memory.by_steps(samples)
+    assert [(name, part.host_gib) for name, part in rows] == [
+        ("2-10", 1.9),
+        ("11-20", 2.9),
+        ("21-25", 3.4),
+    ]
+
+
+def test_a_sample_knows_how_many_steps_are_done(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    sampler = memory.Sampler(metrics=metrics)
+    assert sampler.take().step == 0
+    metrics.write_text("{}\n{}\n")
+    assert sampler.take().step == 2
 
 
 # end_to_end

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from qerl import adapter, linear, policy
@@ -171,7 +172,9 @@ def saved_for_backward(model) -> set[int]:
 
 def test_autograd_keeps_no_dense_weight(folders):
     weights = {64 * 64, 32 * 64, 96 * 64}  # q and o; k and v; gate, up and down
-    assert weights <= saved_for_backward(adapted(folders["llama", False, "bf16"]))
+    stock = LoraConfig(r=RANK, target_modules=list(policy.TARGETS))
+    as_peft_does = get_peft_model(policy.load(folders["llama", False, "bf16"]), stock)
+    assert weights <= saved_for_backward(as_peft_does)
     assert not weights & saved_for_backward(adapted(folders["llama", False, "nvfp4"]))
 
 

@@ -1,8 +1,9 @@
 """One adapter for the whole batch, as dense matmuls: y += (x A^T) B^T.
 
 vLLM's own kernels serve many adapters at once and look each token's up; RL has exactly one, the
-policy. The slot is read whatever a request names, so "no adapter" is a slot of zeros: the engine
-sees to that. Projections that vLLM fuses (q, k, v; gate, up) share one matmul with x.
+policy. A batch in which any request names it is sampled with it, whole; one in which none does
+costs nothing, in CUDA graphs too. Projections that vLLM fuses (q, k, v; gate, up) share one matmul
+with x.
 Named to vLLM through its platform's `get_punica_wrapper` (qerl._compat).
 """
 
@@ -16,6 +17,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 def add_adapter(
     y: torch.Tensor,
     x: torch.Tensor,
+    idle: torch.Tensor,
     a_parts: list[torch.Tensor],
     b_parts: list[torch.Tensor],
     widths: list[int],
@@ -24,9 +26,12 @@ def add_adapter(
 ) -> None:
     """Add (or, without add_inputs, write) each part's adapter output to y [T, N] in place.
 
-    x [T, K]; a_parts[i] [1, 1, R, K] side by side in memory (see join_shrinks); b_parts[i]
-    [1, 1, N_i, R] of the columns widths[i] wide. Scales of the adapter are folded into B.
+    x [T, K]; idle: bool [1] on the CPU, read when a CUDA graph is captured; a_parts[i] [1, 1, R, K]
+    side by side in memory (see join_shrinks); b_parts[i] [1, 1, N_i, R] of the columns widths[i]
+    wide. Scales of the adapter are folded into B.
     """
+    if idle.item() and add_inputs:
+        return
     rank, columns = a_parts[0].shape[-2:]
     a_RK = torch.as_strided(a_parts[0], (len(a_parts) * rank, columns), (columns, 1))
     shrunk_TR = x @ a_RK.T
@@ -39,7 +44,7 @@ def add_adapter(
         start += width
 
 
-def _nothing(y, x, a_parts, b_parts, widths, scale, add_inputs) -> None:
+def _nothing(y, x, idle, a_parts, b_parts, widths, scale, add_inputs) -> None:
     """What torch.compile may know of add_adapter: it writes y, whose shape stays."""
 
 
@@ -68,16 +73,26 @@ class DensePunicaWrapper(PunicaWrapperBase):
         slots = kwargs["lora_config"].max_loras
         if slots != 1:
             raise ValueError(f"one adapter at a time: expected max_loras=1, not {slots}")
+        # A tensor and not a bool: torch.compile would take a bool for a constant.
+        self.idle = torch.tensor([False])
 
     def update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size, **kwargs) -> None:
-        """Nothing depends on which token asks for which adapter."""
+        """Note whether any token of the batch asks for the adapter (ids count from 1)."""
+        self.idle.fill_(not any(mapping.index_mapping))
 
     def add_lora_linear(
         self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, *, add_inputs=True, **_
     ) -> None:
         """vLLM's call for every adapted projection: see add_adapter."""
         torch.ops.vllm.qerl_add_adapter(
-            y, x, list(lora_a_stacked), list(lora_b_stacked), list(output_slices), scale, add_inputs
+            y,
+            x,
+            self.idle,
+            list(lora_a_stacked),
+            list(lora_b_stacked),
+            list(output_slices),
+            scale,
+            add_inputs,
         )
 
     def add_shrink(self, *args, **kwargs):
