@@ -17,11 +17,16 @@ and --output-tokens, after a warm-up; the difference is decoding alone. Decode t
 (long - 16) / (time of long - time of 16), the median of the repeats; prefill is the rest of the
 short time; "all" is every sampled token by the whole long time. Batches go up; one that is foreseen
 to end beyond --seconds of sampling is skipped, and the table says so.
+
+Starting an engine takes longer than measuring it. With --lock FILE several of these programs share
+a GPU: one measures, the others start. --kv-gib then gives each its cache, in place of a share of
+what is free; --repeats 3 or more keeps the median clear of a neighbour that loads its weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import json
 import os
@@ -30,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness import (
@@ -228,6 +234,8 @@ def vllm_options(job: dict) -> dict:
     """What an arm asks of vLLM, whoever builds it."""
     sizes = {"cudagraph_capture_sizes": sorted(set(job["batches"]))}
     options = {} if job["device"] == "cpu" else {"compilation_config": sizes}
+    if job["kv_gib"]:
+        options["kv_cache_memory_bytes"] = int(job["kv_gib"] * GIB)
     if job["arm"].startswith("nf4"):
         options["quantization"] = "bitsandbytes"
     return options
@@ -321,10 +329,22 @@ def child(job: dict) -> None:
         start_s = time.perf_counter() - started
         weights = weights_gib(llm) if job["device"] == "cuda" else None
         prompts = Prompts(SHAPES[job["shape"]]["vocab_size"], job["prompt"])
-        for rank in job["measured"]:
-            switch(rank > 0)
-            for row in measure_batches(generate, prompts, job):
-                send(job, row | {"rank": rank, "start_s": start_s, "weights_gib": weights})
+        with alone(job["lock"]):
+            for rank in job["measured"]:
+                switch(rank > 0)
+                for row in measure_batches(generate, prompts, job):
+                    send(job, row | {"rank": rank, "start_s": start_s, "weights_gib": weights})
+
+
+@contextmanager
+def alone(lock: str | None):
+    """Hold the lock file, if one is given: no other program that is given it measures meanwhile."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def engines(ranks: list[int]) -> list[tuple[int, list[int]]]:
@@ -340,6 +360,7 @@ def measure(args: argparse.Namespace, engine: dict, place: Path):
     names = ("batches", "prompt", "repeats", "seconds", "noise", "gpu_memory", "layers", "device")
     job = engine | {name: getattr(args, name) for name in names}
     job |= {"output": args.output_tokens, "linear_backend": args.linear_backend}
+    job |= {"lock": args.lock, "kv_gib": args.kv_gib}
     precision = PRECISIONS[engine["arm"].removesuffix(STOCK)]
     limit = args.start_seconds + args.seconds * len(engine["measured"]) + GRACE
     try:
@@ -365,6 +386,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=60, help="of sampling at one rank; more is skipped (60)")
     add("--start-seconds", type=float, default=240, help="an engine may take to start (240)")
     add("--gpu-memory", type=float, default=0.85, help="vLLM's share of the GPU's memory (0.85)")
+    add("--kv-gib", type=float, help="memory of the KV cache, whatever --gpu-memory says")
+    add("--lock", help="file that is locked while measuring, one for each GPU")
     add("--noise", action="store_true", help=f"sample under AQN, sigma {SIGMA}; not the stock arms")
     add("--linear-backend", default="", help="nvfp4: vLLM's name of a kernel (the engine's)")
     add("--layers", type=int, help="number of layers (default: the model's)")

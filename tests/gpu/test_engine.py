@@ -6,7 +6,10 @@ import torch
 from qerl import adapter, parity, policy
 from qerl.noise import Noise
 
-PROMPTS = [[1, 9690, 198, 1780 + i, 346, 216] for i in range(16)]
+# "What is 1 + 23?" in SmolLM2's chat form, each with an end of its own: on tokens that mean nothing
+# the model's logits are large, and bf16 rounds them by 0.1 and more.
+CHAT = [1, 4093, 198, 1780, 314, 216, 33, 1232, 216, 34, 35, 47, 2, 198, 1, 520, 9531, 198]
+PROMPTS = [[*CHAT, 504, 2988, 282, 300 + 37 * i] for i in range(16)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def pair(smollm2_nvfp4):
     generator = torch.Generator("cuda").manual_seed(0)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
-            parameter.data.normal_(std=0.02, generator=generator)
+            parameter.data.normal_(std=0.05, generator=generator)
     return engine, model
 
 
