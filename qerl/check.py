@@ -14,7 +14,8 @@ from qerl.checkpoint import Checkpoint, describe, problems
 
 def summary(found: Checkpoint) -> str:
     """One line on a sound checkpoint."""
-    kind = "NVFP4, weight-only" if found.is_nvfp4 else "16-bit"
+    made_for = ", made for 4-bit activations too" if found.quantizes_activations else ""
+    kind = f"NVFP4, weight-only{made_for}" if found.is_nvfp4 else "16-bit"
     files = {header.file for header in found.headers.values()}
     size = sum((found.folder / file).stat().st_size for file in files)
     return (

@@ -86,7 +86,8 @@ def _load_nvfp4(found, device, dtype, use_kernels) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     config = AutoConfig.from_pretrained(found.folder)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):  # some of ModelOpt's lie in a file of their own
+        del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name in found.quantized:
@@ -104,8 +105,6 @@ def _read_weights(model, found, device, dtype) -> None:
     quantized = set(found.quantized)
     state = {}
     for name, tensor in checkpoint.tensors(found.folder, device):
-        if name.endswith(".input_global_scale"):
-            continue  # of a W4A4 checkpoint, trained as weight-only
         stored = name.rpartition(".")[0] in quantized and not name.endswith(".bias")
         state[name] = tensor if stored or not tensor.is_floating_point() else tensor.to(dtype)
     unexpected = model.load_state_dict(state, strict=False, assign=True).unexpected_keys

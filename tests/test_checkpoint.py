@@ -6,8 +6,10 @@ The folders are synthetic: a Llama of 2 layers in two shards, quantized by qerl.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import foreign
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -155,17 +157,12 @@ def test_an_index_that_names_an_absent_tensor_is_named(folder):
     assert list(said(folder)) == ["model.ghost"]
 
 
-@pytest.mark.parametrize("text", ["[]", '{"weight_map": null}', '{"weight_map": ["a"]}'])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}']
+)
 def test_an_index_of_another_form_is_named(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json" in said(folder)
-
-
-def test_a_quantization_config_that_is_no_object_is_named(folder):
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": "nvfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantization_config"):
-        checkpoint.describe(folder)
 
 
 @pytest.mark.parametrize("text", [None, "{"])
@@ -234,11 +231,146 @@ def test_another_format_is_named(folder):
     assert said(folder) == {"config.json": "format is gptq, not nvfp4-pack-quantized"}
 
 
-def test_quantized_activations_are_named(folder):
-    edit_shard(folder, {Q + ".input_global_scale": torch.tensor([1.0])})
-    assert "W4A4" in said(folder)[Q + ".input_global_scale"]
-    with pytest.raises(ValueError, match="W4A4"):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"symmetric": False}, "symmetric is False, expected True"),
+        ({"group_size": None}, "group_size is None, expected 16"),
+    ],
+)
+def test_a_scheme_that_an_engine_reads_otherwise_is_named(folder, change, words):
+    edit_weights_scheme(folder, **change)
+    assert said(folder) == {"config.json": f"group_0: {words}"}
+
+
+def test_a_rotation_that_only_the_engine_would_apply_is_named(folder):
+    rotation = {"config_groups": {"R1": {"type": "hadamard"}}}
+    edit_config(folder, quantization_config=SCHEME | {"transform_config": rotation})
+    assert "rotates" in said(folder)["config.json"]
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["nvfp4", ["nvfp4"], {"config_groups": [1]}, {"config_groups": {"group_0": ["Linear"]}}]
+    + [{"config_groups": {"group_0": {"weights": 4}}}, {"quantization": "NVFP4"}],
+)
+def test_a_quantization_config_of_another_structure_is_named(folder, scheme):
+    edit_config(folder, quantization_config=scheme)
+    assert "where an object belongs" in said(folder)["config.json"]
+    assert check.main([str(folder)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("ignored", "dense"), [("q_proj", "q_proj"), ("[kv]_proj", "k_proj, v_proj"), ("up_proj", "up")]
+)
+def test_a_fused_layer_that_is_dense_in_part_is_named(folder, ignored, dense):
+    ignore = ["lm_head", rf"re:.*layers\.0.*{ignored}"]
+    edit_config(folder, quantization_config=SCHEME | {"ignore": ignore})
+    stored = load_file(folder / SHARDS[0])
+    layers = [
+        n.removesuffix(".weight_packed") for n in stored if re.search(f"{ignored}.*packed", n)
+    ]
+    changes = {f"{n}.weight_{p}": None for n in layers for p in ("packed", "scale", "global_scale")}
+    for layer in layers:
+        shape = LINEARS[layer.removeprefix("model.layers.0.")]
+        changes[layer + ".weight"] = torch.zeros(shape, dtype=torch.bfloat16)
+    edit_shard(folder, changes)
+    (what,) = said(folder).values()
+    assert what.startswith(dense) and "the rest in 4 bits" in what
+
+
+DIALECTS = {
+    "W4A4": foreign.w4a4,
+    "ModelOpt W4A4": lambda folder: foreign.modelopt(folder, "NVFP4"),
+    "ModelOpt W4A16": lambda folder: foreign.modelopt(folder, "W4A16_NVFP4"),
+    "ModelOpt 0.29": lambda folder: foreign.modelopt(folder, "NVFP4", own_file=True),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_others_made_is_sound_and_reads_as_ours(folder, dialect):
+    ours = dict(checkpoint.tensors(folder))
+    quantized = checkpoint.describe(folder).quantized
+    DIALECTS[dialect](folder)
+    found = checkpoint.describe(folder)
+    assert said(folder) == {}
+    assert found.is_nvfp4 and sorted(found.quantized) == sorted(quantized)
+    assert found.quantizes_activations == (dialect != "ModelOpt W4A16")
+    theirs = dict(checkpoint.tensors(folder))
+    assert theirs.keys() == ours.keys() == found.headers.keys()
+    for name, tensor in ours.items():
+        assert theirs[name].shape == tensor.shape and theirs[name].dtype == tensor.dtype
+        assert torch.allclose(theirs[name].float(), tensor.float(), rtol=2e-7), name
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_4_bit_activations_are_left_out_with_a_line(folder, dialect, capsys):
+    DIALECTS[dialect](folder)
+    checkpoint.require(folder, nvfp4=True)
+    warned = capsys.readouterr().err
+    assert ("weight-only" in warned) == (dialect != "ModelOpt W4A16")
+    assert warned.count("\n") == (dialect != "ModelOpt W4A16")
+
+
+@pytest.mark.parametrize("key", ["format", "kv_cache_scheme", "group format", "weights' extras"])
+def test_configs_of_other_versions_are_read(folder, key):
+    scheme = json.loads(json.dumps(SCHEME))
+    group = scheme["config_groups"]["group_0"]
+    match key:
+        case "format":
+            scheme["format"], group["format"] = "mixed-precision", "nvfp4-pack-quantized"
+        case "kv_cache_scheme":
+            scheme["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+            edit_shard(folder, {"model.layers.0.self_attn.k_scale": torch.ones(1)})
+        case "group format":
+            del scheme["format"]
+            group["format"] = "nvfp4-pack-quantized"
+        case "weights' extras":
+            group["weights"] = WEIGHTS | {
+                "observer": "minmax",
+                "actorder": None,
+                "scale_dtype": None,
+            }
+            scheme |= {"version": "0.12.2", "sparsity_config": {}, "transform_config": {}}
+    edit_config(folder, quantization_config=scheme)
+    assert said(folder) == {}
+
+
+def test_a_global_scale_without_a_dimension_is_read(folder):
+    edit_shard(folder, {Q + ".weight_global_scale": torch.tensor(600.0)})
+    assert said(folder) == {}
+    assert dict(checkpoint.tensors(folder))[Q + ".weight_global_scale"].shape == (1,)
+
+
+@pytest.mark.parametrize("pattern", ["*layers.0*down_proj*", "model.layers.0.mlp.down_proj"])
+def test_layers_that_modelopt_leaves_out_are_sound(folder, pattern):
+    down = "model.layers.0.mlp.down_proj"
+    stored = [f"{down}.weight_{part}" for part in ("packed", "scale", "global_scale")]
+    dense = torch.randn(64, 96, dtype=torch.bfloat16)
+    edit_shard(folder, dict.fromkeys(stored) | {down + ".weight": dense})
+    foreign.modelopt(folder, "NVFP4")
+    assert said(folder) == {down: "is dense, and the config says that it is in 4 bits"}
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    edit_config(folder, quantization_config=config | {"ignore": ["lm_head", pattern]})
+    assert said(folder) == {}
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4_AWQ", "MIXED_PRECISION"])
+def test_what_is_more_than_nvfp4_weights_is_refused_by_name(folder, algorithm):
+    foreign.modelopt(folder, algorithm)
+    expected = f"format is ModelOpt's {algorithm}, not nvfp4-pack-quantized"
+    assert said(folder) == {"config.json": expected}
+    with pytest.raises(ValueError, match=algorithm):
         checkpoint.require(folder, nvfp4=True)
+
+
+def test_modelopts_group_size_is_read_wherever_it_stands(folder):
+    foreign.modelopt(folder, "NVFP4")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    del config["group_size"]
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}
+    edit_config(folder, quantization_config=config | {"config_groups": {"group_0": group}})
+    assert said(folder) == {"config.json": "group_0: group_size is 32, expected 16"}
 
 
 def test_a_dense_layer_that_should_be_quantized_is_named_once(folder):

@@ -1,20 +1,24 @@
 """The one door to checkpoint folders: find, describe, verify and read them.
 
-`files` knows a folder by its config and its files' headers; `problems` holds every layer, shape
-and scale against what they must be. Making a folder is llm-compressor/quantize_nvfp4.py's
-business, and what the numbers mean is qerl.nvfp4's.
+`files` knows a folder by its config and its files' headers, `dialects` how other makers say the
+same; `problems` holds every layer, shape and scale against what they must be, and `whole` lets a
+new folder appear once it is sound. Choosing its numbers is llm-compressor's business, and what they
+mean is qerl.nvfp4's.
 """
 
 from qerl.checkpoint.files import Checkpoint, Header, Problem, describe, require, resolve, tensors
-from qerl.checkpoint.problems import problems
+from qerl.checkpoint.problems import fused, problems
+from qerl.checkpoint.whole import write
 
 __all__ = [
     "Checkpoint",
     "Header",
     "Problem",
     "describe",
+    "fused",
     "problems",
     "require",
     "resolve",
     "tensors",
+    "write",
 ]

@@ -1,7 +1,8 @@
 """A checkpoint folder as its config, its files' headers and, on request, its tensors.
 
 The quantized kind is compressed-tensors' `nvfp4-pack-quantized`, weight-only: the one thing that
-the quantizer and the trainer share. For a Linear layer L with N outputs and K inputs it holds
+the quantizer and the trainer share. What other makers wrote is told in its terms (dialects). For a
+Linear layer L with N outputs and K inputs it holds
     L.weight_packed        uint8          [N, K/2]
     L.weight_scale         float8_e4m3fn  [N, K/16]
     L.weight_global_scale  float32        [1]       equal over q/k/v and over gate/up
@@ -12,6 +13,7 @@ data but `tensors`; whether the tensors make sense is qerl.checkpoint.problems' 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from qerl.checkpoint import dialects
+from qerl.checkpoint.dialects import FORMAT, PACKED
+
 if TYPE_CHECKING:
     import torch
-
-FORMAT = "nvfp4-pack-quantized"
-PACKED, SCALE, GLOBAL_SCALE = ".weight_packed", ".weight_scale", ".weight_global_scale"
-INPUT_SCALE = ".input_global_scale"
 
 AGAIN = "download or write the folder again"
 QUANTIZE = "python llm-compressor/quantize_nvfp4.py --model"
 REQUANTIZE = f"quantize the 16-bit model again: {QUANTIZE} ID_OR_FOLDER"
+REPAIR = "write it anew under one: python llm-compressor/quantize_nvfp4.py --repair FOLDER"
 
 
 class Problem(NamedTuple):
@@ -47,6 +49,7 @@ class Header(NamedTuple):
     """What a safetensors file says of a tensor ahead of its data."""
 
     file: str  # name inside the folder
+    stored: str  # name inside the file, which a maker may have chosen differently
     dtype: str  # in safetensors' spelling: BF16, F32, U8, F8_E4M3
     shape: tuple[int, ...]
 
@@ -57,11 +60,16 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]  # config.json
-    headers: Mapping[str, Header]  # by tensor name
-    format: str | None  # of the quantization, None for a 16-bit model
+    scheme: Mapping[str, Any]  # its quantization_config as it is used here: weight-only
+    headers: Mapping[str, Header]  # by tensor name; scales that are not used are left out
     quantized: tuple[str, ...]  # names of the layers stored in 4 bits
     quantizes_activations: bool  # W4A4: meant for FP4 activations, which this project does not use
     tie_word_embeddings: bool
+
+    @property
+    def format(self) -> str | None:
+        """Of the quantization, None for a 16-bit model."""
+        return self.scheme.get("format")
 
     @property
     def is_nvfp4(self) -> bool:
@@ -103,8 +111,9 @@ def describe(folder: str | Path) -> Checkpoint:
 def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
     """A cheap check ahead of hours of work: whole files, and the kind of weights asked for.
 
-    nvfp4: True for NVFP4 weights, False for 16-bit ones, None for either.
-    Raises ValueError with the way out.
+    nvfp4: True for NVFP4 weights, False for 16-bit ones, None for either. A line on stderr says so
+    when a checkpoint for FP4 activations is taken as weight-only. Raises ValueError with the way
+    out.
     """
     found = describe(folder)
     if nvfp4 and found.format is None:
@@ -120,7 +129,8 @@ def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
             f"({found.format}). Give the 16-bit model that it was made from."
         )
     if found.is_nvfp4 and found.quantizes_activations:
-        raise ValueError(f"{folder}: {w4a4_problem(found)}")
+        said = "made for 4-bit activations too (W4A4): used as weight-only, activations in 16 bits"
+        print(f"{folder}: {said}", file=sys.stderr)
     return found
 
 
@@ -131,13 +141,15 @@ def tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, tensor as stored) whose name `keep` accepts, file by file.
 
+    Names and global scales are those of the module docstring, whoever made the checkpoint.
     Raises ValueError as `describe` does.
     """
-    headers = describe(folder).headers
-    for file in sorted({header.file for name, header in headers.items() if keep(name)}):
+    headers = {name: h for name, h in describe(folder).headers.items() if keep(name)}
+    for file in sorted({header.file for header in headers.values()}):
         with safe_open(Path(folder) / file, framework="pt", device=str(device)) as shard:
-            for name in filter(keep, shard.keys()):
-                yield name, shard.get_tensor(name)
+            for name, header in headers.items():
+                if header.file == file:
+                    yield name, dialects.value(header, shard.get_tensor(header.stored))
 
 
 def read_files(folder: Path) -> tuple[Checkpoint | None, list[Problem]]:
@@ -149,15 +161,14 @@ def read_files(folder: Path) -> tuple[Checkpoint | None, list[Problem]]:
         raise ValueError(_missing(folder))
     faults: list[Problem] = []
     config = _read_json(folder / "config.json", faults)
+    scheme = _read_scheme(folder, config, faults)
     headers = _read_headers(folder, faults)
-    return (None, faults) if faults else (_checkpoint(folder, config, headers), [])
-
-
-def w4a4_problem(found: Checkpoint) -> Problem:
-    """The problem with a checkpoint that quantizes activations."""
-    name = next((n for n in found.headers if n.endswith(INPUT_SCALE)), "config.json")
-    what = "the checkpoint quantizes activations too (W4A4); the trainer keeps them in 16 bits"
-    return Problem(name, what, REQUANTIZE)
+    if faults:
+        return None, faults
+    try:
+        return _checkpoint(folder, config, scheme, headers), []
+    except ValueError as error:
+        return None, [Problem("config.json", str(error), AGAIN)]
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -181,10 +192,18 @@ def _read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
     return {}
 
 
+def _read_scheme(folder: Path, config: dict, faults: list[Problem]) -> Any:
+    """quantization_config, which ModelOpt once wrote into a file of its own."""
+    own = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and own.exists():
+        return _read_json(own, faults)
+    return config.get("quantization_config")
+
+
 def _read_headers(folder: Path, faults: list[Problem]) -> dict[str, Header]:
     index = folder / "model.safetensors.index.json"
     where = _read_json(index, faults).get("weight_map", {}) if index.exists() else {}
-    if not isinstance(where, dict):
+    if not (isinstance(where, dict) and all(isinstance(file, str) for file in where.values())):
         faults.append(Problem(index.name, f"has a weight_map that is {where!r:.40}", AGAIN))
         where = {}
     headers: dict[str, Header] = {}
@@ -201,7 +220,8 @@ def _read_file_headers(folder: Path, file: str, faults: list[Problem]) -> dict[s
     try:
         with safe_open(folder / file, framework="pt") as shard:
             parts = {name: shard.get_slice(name) for name in shard.keys()}
-            return {n: Header(file, p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
+            found = [Header(file, n, p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()]
+            return {header.stored: header for header in found}
     except FileNotFoundError:
         faults.append(Problem(file, "is missing", AGAIN))
     except (SafetensorError, OSError) as error:
@@ -209,18 +229,16 @@ def _read_file_headers(folder: Path, file: str, faults: list[Problem]) -> dict[s
     return {}
 
 
-def _checkpoint(folder: Path, config: dict, headers: dict[str, Header]) -> Checkpoint:
-    scheme = config.get("quantization_config") or {}
-    if not isinstance(scheme, dict):
-        raise ValueError(f"{folder}: config.json has a quantization_config of {scheme!r:.40}")
-    groups = (scheme.get("config_groups") or {}).values()
+def _checkpoint(folder: Path, config: dict, scheme: Any, stored: dict[str, Header]) -> Checkpoint:
+    scheme, quantizes_activations = dialects.weight_only(scheme) if scheme else ({}, False)
+    headers = dialects.headers(stored.values()) if scheme else stored
     return Checkpoint(
         folder=folder,
         config=MappingProxyType(config),
+        scheme=MappingProxyType(scheme),
         headers=MappingProxyType(headers),
-        format=scheme.get("format") or scheme.get("quant_method"),
         quantized=tuple(n.removesuffix(PACKED) for n in headers if n.endswith(PACKED)),
-        quantizes_activations=any(group.get("input_activations") for group in groups)
-        or any(name.endswith(INPUT_SCALE) for name in headers),
+        quantizes_activations=quantizes_activations
+        or any(name.endswith(dialects.ACTIVATION_SCALES) for name in stored),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )

@@ -7,32 +7,28 @@ This is no check of quality: a sound folder may hold a badly calibrated model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from qerl.checkpoint.dialects import FORMAT, GLOBAL_SCALE, PACKED, SCALE, WEIGHTS
 from qerl.checkpoint.files import (
     AGAIN,
-    FORMAT,
-    GLOBAL_SCALE,
-    PACKED,
+    REPAIR,
     REQUANTIZE,
-    SCALE,
     Checkpoint,
     Header,
     Problem,
     read_files,
     tensors,
-    w4a4_problem,
 )
 from qerl.nvfp4 import BLOCK
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Layers that engines read as one matrix, with one global scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-WEIGHTS = {"group_size": BLOCK, "num_bits": 4, "type": "float", "strategy": "tensor_group"}
 
 
 class Expected(NamedTuple):
@@ -45,8 +41,8 @@ class Expected(NamedTuple):
 def problems(folder: str | Path) -> list[Problem]:
     """Everything wrong with a checkpoint; an empty list for a sound one.
 
-    Damaged files hide the rest, and so does a quantization other than weight-only NVFP4: what
-    would merely follow from them is left out. Raises ValueError for a missing folder.
+    Damaged files hide the rest, and so does a quantization other than NVFP4: what would merely
+    follow from them is left out. Raises ValueError for a missing folder.
     """
     found, faults = read_files(Path(folder))
     faults += _tokenizer_problems(Path(folder))
@@ -66,19 +62,19 @@ def _tokenizer_problems(folder: Path) -> list[Problem]:
 
 
 def _scheme_problems(found: Checkpoint) -> Iterator[Problem]:
-    """What quantization_config says that is not weight-only NVFP4."""
+    """What quantization_config says that is not NVFP4 weights and nothing more."""
     if not found.is_nvfp4:
         yield Problem("config.json", f"format is {found.format}, not {FORMAT}", REQUANTIZE)
         return
-    if found.quantizes_activations:
-        yield w4a4_problem(found)
-    groups = found.config["quantization_config"].get("config_groups") or {"config_groups": {}}
-    for group, scheme in groups.items():
-        weights = scheme.get("weights") or {}
+    for group, said in (found.scheme["config_groups"] or {"config_groups": {}}).items():
+        weights = {"symmetric": True} | (said.get("weights") or {})
         for key in WEIGHTS:
             if weights.get(key) != WEIGHTS[key]:
                 what = f"{group}: {key} is {weights.get(key)!r}, expected {WEIGHTS[key]!r}"
                 yield Problem("config.json", what, REQUANTIZE)
+    if (found.scheme.get("transform_config") or {}).get("config_groups"):
+        what = "transform_config rotates activations in the engine, and the trainer does not"
+        yield Problem("config.json", what, REQUANTIZE)
 
 
 def _layout_problems(found: Checkpoint) -> list[Problem]:
@@ -92,6 +88,8 @@ def _layout_problems(found: Checkpoint) -> list[Problem]:
     in_4_bits = _layers_in_4_bits(model, found)
     faults = list(_layer_problems(found, shapes, in_4_bits))
     settled = {problem.name for problem in faults}
+    linears = {n.removesuffix(".weight") for n in shapes if n.endswith(".weight")}
+    faults += _half_fused_problems(linears - settled, in_4_bits)
     expected = _expected(shapes, in_4_bits)
     for name in sorted(expected.keys() | found.headers.keys()):
         header = found.headers.get(name)
@@ -114,10 +112,9 @@ def _layers_in_4_bits(model: torch.nn.Module, found: Checkpoint) -> set[str]:
         return set()
     from compressed_tensors.utils import match_named_modules
 
-    scheme = found.config["quantization_config"]
-    groups = scheme["config_groups"].values()
+    groups = found.scheme["config_groups"].values()
     targets = [target for group in groups for target in group.get("targets") or []]
-    return {name for name, _ in match_named_modules(model, targets, scheme.get("ignore"))}
+    return {name for name, _ in match_named_modules(model, targets, found.scheme.get("ignore"))}
 
 
 def _layer_problems(
@@ -133,6 +130,15 @@ def _layer_problems(
             yield Problem(layer, "is dense, and the config says that it is in 4 bits", REQUANTIZE)
         elif layer not in in_4_bits and packed:
             yield Problem(layer, "is in 4 bits, and the config says that it is dense", REQUANTIZE)
+
+
+def _half_fused_problems(layers: set[str], in_4_bits: set[str]) -> Iterator[Problem]:
+    """Fused layers of which some are in 4 bits and some are not, which no engine can read."""
+    for group in fused(layers):
+        dense = [_last(layer) for layer in group if layer not in in_4_bits]
+        if 0 < len(dense) < len(group):
+            what = f"{', '.join(dense)} dense and the rest in 4 bits: an engine reads them as one"
+            yield Problem(group[0].rpartition(".")[0], what, REQUANTIZE)
 
 
 def _expected(shapes: dict[str, tuple[int, ...]], in_4_bits: set[str]) -> dict[str, Expected]:
@@ -182,12 +188,21 @@ def _scale_problems(found: Checkpoint) -> list[Problem]:
 
 
 def _fused_problems(global_scales: dict[str, float]) -> Iterator[Problem]:
-    parents = sorted({layer.rpartition(".")[0] for layer in global_scales})
-    for parent in parents:
-        for members in FUSED:
-            found = {m: global_scales.get(f"{parent}.{m}") for m in members}
-            values = {member: value for member, value in found.items() if value is not None}
-            if len(set(values.values())) > 1:
-                said = ", ".join(f"{member} {value:g}" for member, value in values.items())
-                what = f"an engine reads these with one global scale, and they differ: {said}"
-                yield Problem(parent, what, REQUANTIZE)
+    for layers in fused(global_scales):
+        if len({global_scales[layer] for layer in layers}) > 1:
+            said = ", ".join(f"{_last(layer)} {global_scales[layer]:g}" for layer in layers)
+            what = f"an engine reads these with one global scale, and they differ: {said}"
+            yield Problem(layers[0].rpartition(".")[0], what, REPAIR)
+
+
+def fused(layers: Iterable[str]) -> list[list[str]]:
+    """The groups of two and more among these layers that engines read as one matrix."""
+    known = set(layers)
+    parents = sorted({layer.rpartition(".")[0] for layer in known})
+    groups = [[f"{parent}.{m}" for m in members] for parent in parents for members in FUSED]
+    present = [[layer for layer in group if layer in known] for group in groups]
+    return [group for group in present if len(group) > 1]
+
+
+def _last(layer: str) -> str:
+    return layer.rpartition(".")[2]

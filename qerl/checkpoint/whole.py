@@ -1,0 +1,32 @@
+"""A checkpoint folder appears whole and sound, or not at all.
+
+It is made under a hidden name beside its own and renamed once `problems` finds nothing, so that
+neither a full disk nor a killed process leaves what looks finished. A kill may leave the hidden
+folder `.<name>.*`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from qerl.checkpoint.files import Problem
+from qerl.checkpoint.problems import problems
+
+
+def write(output: Path, make: Callable[[Path], object]) -> list[Problem]:
+    """Let `make` create a folder and give it the name `output`; else return what is wrong with it.
+
+    Raises ValueError when `output` exists.
+    """
+    if output.exists():
+        raise ValueError(f"{output} is there already: remove it, or give another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        whole = Path(temporary) / output.name
+        make(whole)
+        faults = problems(whole)
+        if not faults:
+            whole.rename(output)
+    return faults
