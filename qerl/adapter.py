@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 # Settings of PEFT's that A, B, rank and alpha do not say all about: read as plain LoRA, an adapter
@@ -31,6 +32,18 @@ class Adapter:
         """The last part of the names of the adapted modules, such as q_proj."""
         return tuple(sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in self.tensors}))
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(K, N) of each adapted module, by its full name in the base model."""
+        modules = {name.split(".lora_")[0] for name in self.tensors}
+        return {
+            module.removeprefix("base_model.model."): (
+                self.tensors[f"{module}.lora_A.weight"].shape[1],
+                self.tensors[f"{module}.lora_B.weight"].shape[0],
+            )
+            for module in modules
+        }
+
 
 def of_model(model: torch.nn.Module) -> Adapter:
     """The adapter of a PEFT model; its tensors share memory with the parameters."""
@@ -46,7 +59,10 @@ def of_model(model: torch.nn.Module) -> Adapter:
 
 
 def of_folder(folder: str | Path) -> Adapter:
-    """The adapter in a PEFT folder (adapter_config.json and adapter_model.safetensors)."""
+    """The adapter in a PEFT folder (adapter_config.json and adapter_model.safetensors).
+
+    Raises ValueError when a file is missing, is not whole, or says more than plain LoRA.
+    """
     folder = Path(folder)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     for file in (weights, config):
@@ -54,8 +70,15 @@ def of_folder(folder: str | Path) -> Adapter:
             raise ValueError(
                 f"{file} is missing: expected a PEFT adapter folder, such as <output-dir>/adapter"
             )
-    settings = json.loads(config.read_text())
+    try:
+        settings = json.loads(config.read_text())
+        rank, alpha = settings["r"], settings["lora_alpha"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{config} is not the configuration of a LoRA adapter") from error
     others = [f"{key} {settings[key]}" for key in NOT_PLAIN if settings.get(key)]
     if others:
         raise ValueError(f"{config} has {', '.join(others)}: expected plain LoRA factors alone")
-    return Adapter(load_file(weights), settings["r"], settings["lora_alpha"])
+    try:
+        return Adapter(load_file(weights), rank, alpha)
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is not whole ({error}): copy it again") from error

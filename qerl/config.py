@@ -17,6 +17,17 @@ from qerl.noise import SCHEDULES, Schedule
 
 LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapter slot that vLLM makes
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+# Of transformers' names, those that need no argument that is not a flag here.
+CPU_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd")
+GPU_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+LR_SCHEDULES = (
+    "cosine",
+    "cosine_with_restarts",
+    "linear",
+    "inverse_sqrt",
+    "constant",
+    "constant_with_warmup",
+)
 
 
 def _flag(default, text: str, choices: tuple | None = None):
@@ -56,9 +67,13 @@ class TrainConfig:
     )
     # Optimizer
     learning_rate: float = _flag(1e-5, "peak learning rate (paper: 1e-5 NVFP4, 5e-6 bf16)")
-    lr_scheduler_type: str = _flag("cosine", "transformers' name of the schedule")
+    lr_scheduler_type: str = _flag("cosine", "transformers' name of the schedule", LR_SCHEDULES)
     warmup_ratio: float = _flag(0.1, "share of the steps spent warming up")
-    optim: str = _flag("adamw_8bit", "transformers' optimizer name; adamw_torch on a CPU")
+    optim: str = _flag(
+        "adamw_8bit",
+        "transformers' optimizer name; adamw_torch on a CPU",
+        GPU_OPTIMIZERS + CPU_OPTIMIZERS,
+    )
     adam_beta1: float = _flag(0.9, "AdamW")
     adam_beta2: float = _flag(0.99, "AdamW")
     weight_decay: float = _flag(0.1, "AdamW")
@@ -86,6 +101,9 @@ class TrainConfig:
     noise_schedule: str = _flag("exponential", "how sigma decays over the stages", SCHEDULES)
     # Machine
     gradient_checkpointing: bool = _flag(True, "recompute activations: less memory, more time")
+    parity_limit: float = _flag(
+        0.15, "mean gap in nats between sampler and trainer above which no run starts"
+    )
     kernels: bool = _flag(True, "Triton kernels on a GPU; --no-kernels: plain torch")
     # Bookkeeping
     save_strategy: str = _flag("steps", "when to save checkpoints", ("steps", "no"))
@@ -132,13 +150,20 @@ class TrainConfig:
             self.sigma_start, self.sigma_end, self.num_stages, steps, self.noise_schedule
         )
 
+    def stages_left_out(self, steps: int) -> int:
+        """How many stages of noise a run of `steps` ends without a rollout in."""
+        schedule = self.schedule(steps)
+        if schedule is None:
+            return 0
+        sampling = range(1, steps + 1, self.num_iterations)
+        return self.num_stages - len({schedule.stage(step) for step in sampling})
+
     def check(self) -> None:
         """Raise ValueError for the first setting that cannot work, with the way out."""
         for holds, message in self._rules():
             if not holds:
                 raise ValueError(message)
-        if self.has_noise:
-            self.schedule(1)
+        self.schedule(self.num_stages * self.num_iterations)
 
     def _rules(self):
         """(holds, message) of every rule, cheap ones only."""
@@ -165,7 +190,14 @@ class TrainConfig:
             self.lora_rank <= LORA_SLOTS[-1],
             (f"--lora-rank {self.lora_rank}: vLLM's largest adapter slot is {LORA_SLOTS[-1]}"),
         )
-        for name in ("learning_rate", "temperature", "num_train_epochs", "lora_alpha", "epsilon"):
+        for name in (
+            "learning_rate",
+            "temperature",
+            "num_train_epochs",
+            "lora_alpha",
+            "epsilon",
+            "parity_limit",
+        ):
             value = getattr(self, name)
             yield value > 0, f"--{kebab(name)} {value}: expected more than 0"
         for name in (
@@ -225,6 +257,13 @@ class TrainConfig:
             (
                 f"--sampler-correction-cap {self.sampler_correction_cap}: expected at least 1, the "
                 "weight of a token on which sampler and trainer agree"
+            ),
+        )
+        yield (
+            self.num_stages >= 2 or not self.has_noise,
+            (
+                f"--num-stages {self.num_stages} is the stage without noise alone: take 2 or more, "
+                "or --no-ln"
             ),
         )
         yield (

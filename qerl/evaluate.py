@@ -7,39 +7,57 @@ engine's, without noise. `--completions` scores existing text and loads no model
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 from pathlib import Path
 
 from qerl import data, run_folder
+from qerl.config import LORA_SLOTS, kebab
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
-        _check_output(arguments.output)
-        report = _score_file(arguments) if arguments.completions else _evaluate(arguments)
+        _check(arguments)
+        (_score_file if arguments.completions else _evaluate)(arguments)
     except (ValueError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.output:
-        run_folder.write_json(arguments.output, report)
-    for name, result in report["datasets"].items():
-        print(
-            f"{name}: accuracy {100 * result['accuracy']:.1f}% +- "
-            f"{100 * result['standard_error']:.1f} ({result['questions']} questions x "
-            f"{result['samples']} samples)"
-        )
     return 0
 
 
-def _check_output(path: str) -> None:
+def _check(arguments) -> None:
     """Raise ValueError now rather than after hours of sampling."""
-    folder = Path(path).parent
-    if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ValueError(f"--output {path} cannot be written: {folder} is no folder, or read-only")
+    path, top_p, temperature = Path(arguments.output), arguments.top_p, arguments.temperature
+    share, seed = arguments.vllm_gpu_memory_utilization, arguments.seed
+    if arguments.output and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ValueError(f"--output {path} cannot be written: no such folder, or read-only")
+    for name in ("samples", "max_prompt_length", "max_completion_length", "max_num_seqs"):
+        value = getattr(arguments, name)
+        if value < 1:
+            raise ValueError(f"--{kebab(name)} {value}: expected at least 1")
+    for name, holds, expected in (
+        ("temperature", 0 <= temperature < math.inf, "0 (always the likeliest token) or more"),
+        ("top_p", 0 < top_p <= 1, "more than 0 and at most 1"),
+        ("vllm_gpu_memory_utilization", 0 < share < 1, "between 0 and 1, such as 0.8"),
+        ("seed", 0 <= seed < 2**32, "at least 0 and below 2**32"),
+    ):
+        if not holds:
+            raise ValueError(f"--{kebab(name)} {getattr(arguments, name)}: expected {expected}")
+
+
+def _publish(arguments, report: dict, name: str, result: dict) -> None:
+    """Report a data set as soon as it is done, so that a failure in a later one loses nothing."""
+    report["datasets"][name] = result
+    if arguments.output:
+        run_folder.write_json(arguments.output, report)
+    print(
+        f"{name}: accuracy {100 * result['accuracy']:.1f}% +- "
+        f"{100 * result['standard_error']:.1f} ({result['questions']} questions x "
+        f"{result['samples']} samples)",
+        flush=True,
+    )
 
 
 def accuracy(verdicts: list[list[bool]]) -> dict:
@@ -60,9 +78,9 @@ def accuracy(verdicts: list[list[bool]]) -> dict:
     }
 
 
-def _evaluate(arguments) -> dict:
+def _evaluate(arguments) -> None:
     """Sample and score every data set with one engine."""
-    from qerl import adapter, checkpoint
+    from qerl import checkpoint
 
     names = arguments.dataset.split(",")
     for name in names:
@@ -71,15 +89,41 @@ def _evaluate(arguments) -> dict:
         raise ValueError("--model is missing: expected a checkpoint folder, or --completions FILE")
     folder = checkpoint.resolve(arguments.model)
     checkpoint.require(folder)
-    loaded = adapter.of_folder(arguments.adapter) if arguments.adapter else None
+    loaded = _adapter(arguments.adapter) if arguments.adapter else None
+    tokenizer = data.tokenizer_of(folder)
     tasks = {name: data.load(name, "test", limit=arguments.limit) for name in names}
-    engine, tokenizer = _engine(arguments, folder, loaded)
+    prompts = {name: _prompts(tokenizer, task, arguments) for name, task in tasks.items()}
+    engine = _engine(arguments, folder, loaded)
     report = {"model": str(folder), "adapter": arguments.adapter, **_sampling_record(arguments)}
-    report["adapter_logp_change"] = _sync(engine, loaded, tokenizer, tasks)
-    report["datasets"] = {
-        name: _run_task(engine, tokenizer, task, arguments) for name, task in tasks.items()
-    }
-    return report
+    report["adapter_logp_change"] = _sync(engine, loaded, prompts[names[0]][:8])
+    report["datasets"] = {}
+    for name, task in tasks.items():
+        result = _run_task(engine, tokenizer, task, prompts[name], arguments)
+        _publish(arguments, report, name, result)
+
+
+def _adapter(folder: str):
+    """The adapter of a folder, of a rank that vLLM can hold."""
+    from qerl import adapter
+
+    loaded = adapter.of_folder(folder)
+    if loaded.rank > LORA_SLOTS[-1]:
+        raise ValueError(
+            f"--adapter {folder} has rank {loaded.rank}: vLLM's largest slot is {LORA_SLOTS[-1]}"
+        )
+    return loaded
+
+
+def _prompts(tokenizer, task, arguments) -> list[list[int]]:
+    """The token ids of each prompt of a task, none of which may be too long."""
+    prompts = [data.prompt_ids(tokenizer, row) for row in task.rows]
+    longest = max(map(len, prompts))
+    if longest > arguments.max_prompt_length:
+        raise ValueError(
+            f"{task.name} has a prompt of {longest} tokens: raise --max-prompt-length "
+            f"({arguments.max_prompt_length})"
+        )
+    return prompts
 
 
 def _sampling_record(arguments) -> dict:
@@ -88,11 +132,9 @@ def _sampling_record(arguments) -> dict:
 
 
 def _engine(arguments, folder, loaded):
-    from transformers import AutoTokenizer
-
     from qerl.rollout import Engine, EngineSettings
 
-    engine = Engine(
+    return Engine(
         EngineSettings(
             model=str(folder),
             max_model_len=arguments.max_prompt_length + arguments.max_completion_length,
@@ -103,17 +145,15 @@ def _engine(arguments, folder, loaded):
             seed=arguments.seed,
         )
     )
-    return engine, AutoTokenizer.from_pretrained(folder)
 
 
-def _sync(engine, loaded, tokenizer, tasks) -> float | None:
-    """Apply the adapter; the mean |change| it makes to log-probabilities of the first prompts.
+def _sync(engine, loaded, tokens) -> float | None:
+    """Apply the adapter; the mean |change| it makes to log-probabilities of the prompts `tokens`.
 
     Raises ValueError when there is none: an adapter that is not applied must not pass for one.
     """
     if loaded is None:
         return None
-    tokens = [data.prompt_ids(tokenizer, row) for row in next(iter(tasks.values())).rows[:8]]
     before = engine.score(tokens)
     engine.sync(loaded)
     after = engine.score(tokens)
@@ -126,16 +166,9 @@ def _sync(engine, loaded, tokenizer, tasks) -> float | None:
     return change
 
 
-def _run_task(engine, tokenizer, task, arguments) -> dict:
+def _run_task(engine, tokenizer, task, prompts, arguments) -> dict:
     from qerl.rollout import Sampling
 
-    prompts = [data.prompt_ids(tokenizer, row) for row in task.rows]
-    longest = max(map(len, prompts))
-    if longest > arguments.max_prompt_length:
-        raise ValueError(
-            f"{task.name} has a prompt of {longest} tokens: raise --max-prompt-length "
-            f"({arguments.max_prompt_length})"
-        )
     repeated = [ids for ids in prompts for _ in range(arguments.samples)]
     sampling = Sampling(arguments.max_completion_length, arguments.temperature, arguments.top_p)
     drawn = engine.generate(repeated, sampling, seed=arguments.seed)
@@ -151,31 +184,24 @@ def _run_task(engine, tokenizer, task, arguments) -> dict:
     }
 
 
-def _score_file(arguments) -> dict:
+def _score_file(arguments) -> None:
     """Verdicts on {"completion", "answer"} lines, by the data set's own rule."""
     data.check_name(arguments.dataset)
     rows = _read_completions(Path(arguments.completions))
     correct = data.verdict(arguments.dataset)
-    verdicts = [bool(correct(row["completion"], row["answer"])) for row in rows]
-    return {
-        "completions": arguments.completions,
-        "verdicts": verdicts,
-        "datasets": {arguments.dataset: accuracy([[verdict] for verdict in verdicts])},
-    }
+    verdicts = [bool(correct(completion, answer)) for completion, answer in rows]
+    report = {"completions": arguments.completions, "verdicts": verdicts, "datasets": {}}
+    _publish(arguments, report, arguments.dataset, accuracy([[verdict] for verdict in verdicts]))
 
 
-def _read_completions(path: Path) -> list[dict]:
+def _read_completions(path: Path) -> list[tuple[str, str]]:
     if not path.is_file():
         raise ValueError(f"--completions {path} does not exist: expected a .jsonl file")
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            rows.append({"completion": str(row["completion"]), "answer": str(row["answer"])})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{path}, line {number}: expected {{"completion": ..., "answer": ...}}'
-            ) from error
+    for where, row in data.files.read_jsonl(path):
+        if not isinstance(row, dict) or not isinstance(row.get("completion"), str):
+            raise ValueError(f'{where}: expected {{"completion": text, "answer": text or number}}')
+        rows.append((row["completion"], data.files.answer_text(row.get("answer"), where)))
     if not rows:
         raise ValueError(f"{path} has no lines")
     return rows
@@ -189,7 +215,7 @@ def _parse(argv):
     add("--dataset", default="gsm8k", help="names separated by commas, or a file")
     add("--samples", type=int, default=1, help="completions for each question")
     add("--limit", type=int, default=None, help="questions of each data set; default: all")
-    add("--temperature", type=float, default=0.6, help="of sampling (the paper's 0.6)")
+    add("--temperature", type=float, default=0.6, help="of sampling (the paper's 0.6); 0: greedy")
     add("--top-p", type=float, default=0.95, help="nucleus (the paper's 0.95); 1: all")
     add("--max-prompt-length", type=int, default=1024, help="tokens")
     add("--max-completion-length", type=int, default=4096, help="tokens")
@@ -198,11 +224,7 @@ def _parse(argv):
     add("--seed", type=int, default=0, help="of sampling")
     add("--completions", default="", help='score a .jsonl of "completion", "answer"; no model')
     add("--output", default="", help="JSON file to write")
-    arguments = parser.parse_args(argv)
-    for name in ("samples", "max_completion_length"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: at least 1")
-    return arguments
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

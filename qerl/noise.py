@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -50,6 +51,13 @@ class Schedule:
         if step < 1:
             raise ValueError(f"step {step}: steps are counted from 1")
         return min((step - 1) // max(self.steps // self.num_stages, 1), self.num_stages - 1)
+
+    def __str__(self) -> str:
+        """Each stage as `first-last: sigma`."""
+        spans = (
+            (stage, list(steps)) for stage, steps in groupby(range(1, self.steps + 1), self.stage)
+        )
+        return ", ".join(f"{s[0]}-{s[-1]}: {self.stage_sigma(stage):.3g}" for stage, s in spans)
 
     def sigma(self, step: int) -> float:
         """The standard deviation of the noise at a step counted from 1."""

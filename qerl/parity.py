@@ -12,10 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from qerl import adapter, policy
+from qerl.config import TrainConfig
 from qerl.rollout import Engine
 
 MOVE = 0.3  # mean change of a log-probability that the perturbation must reach
-LIMIT = 0.15  # mean gap between the two that bf16 arithmetic explains; SmolLM2-135M's is 0.04
+# The mean gap between the two that bf16 arithmetic explains; SmolLM2-135M's is 0.04.
+LIMIT = TrainConfig.parity_limit
+
+
+class NotOnePolicy(RuntimeError):
+    """Engine and trainer disagree, or the adapter does not reach one of them."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,17 @@ class Parity:
         )
 
 
-def check(engine: Engine, model: torch.nn.Module, token_ids: list[list[int]], seed: int) -> Parity:
-    """Compare engine and trainer on `token_ids`; raises RuntimeError when they disagree.
+def check(
+    engine: Engine,
+    model: torch.nn.Module,
+    token_ids: list[list[int]],
+    seed: int,
+    limit: float = LIMIT,
+) -> Parity:
+    """Compare engine and trainer on `token_ids`; raises NotOnePolicy when they disagree.
 
-    The adapter is left as it was, in the model and in the engine.
+    limit: nats, the largest mean gap that passes. The adapter is left as it was, in the model and
+    in the engine.
     """
     before = _scores(engine, model, token_ids)
     factors = [p for name, p in model.named_parameters() if ".lora_B." in name]
@@ -49,7 +62,7 @@ def check(engine: Engine, model: torch.nn.Module, token_ids: list[list[int]], se
         parameter.data.copy_(value)
     engine.sync(adapter.of_model(model))
     parity = _compare(before, after)
-    _refuse(parity)
+    _refuse(parity, limit)
     return parity
 
 
@@ -70,7 +83,7 @@ def _perturbed(engine, model, token_ids, factors, before, seed):
         after = _scores(engine, model, token_ids)
         if (after[1] - before[1]).abs().mean() > MOVE:
             return after
-    raise RuntimeError("perturbing the adapter does not move the trainer's log-probabilities")
+    raise NotOnePolicy("perturbing the adapter does not move the trainer's log-probabilities")
 
 
 def _compare(before, after) -> Parity:
@@ -84,17 +97,17 @@ def _compare(before, after) -> Parity:
     )
 
 
-def _refuse(parity: Parity) -> None:
+def _refuse(parity: Parity, limit: float) -> None:
     gap = max(parity.gap_base, parity.gap_mean)
-    if parity.gap_base <= LIMIT and parity.moved_engine < parity.moved_trainer / 2:
-        raise RuntimeError(
+    if parity.gap_base <= limit and parity.moved_engine < parity.moved_trainer / 2:
+        raise NotOnePolicy(
             f"the engine does not apply the adapter: perturbing it moves the trainer's "
             f"log-probabilities by {parity.moved_trainer:.3f} and the engine's by "
             f"{parity.moved_engine:.3f}"
         )
-    if gap > LIMIT:
-        raise RuntimeError(
+    if gap > limit:
+        raise NotOnePolicy(
             f"sampler and trainer are not the same policy: mean gap {gap:.3f} "
-            f"(expected below {LIMIT}), largest {parity.gap_max:.3f}. Check the checkpoint with "
-            "python -m qerl.check"
+            f"(expected below {limit}), largest {parity.gap_max:.3f}. Check the checkpoint with "
+            "python -m qerl.check; if the arithmetic alone explains the gap, raise --parity-limit"
         )

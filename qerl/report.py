@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -22,13 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", help="run folders (they hold metrics.jsonl)")
     parser.add_argument("--output", default="", help="default: curves.png in the first run folder")
     arguments = parser.parse_args(argv)
+    output = Path(arguments.output or Path(arguments.runs[0]) / "curves.png")
     try:
-        runs = {_label(run, arguments.runs): read(Path(run)) for run in arguments.runs}
-    except ValueError as error:
+        draw({_label(run, arguments.runs): read(Path(run)) for run in arguments.runs}, output)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    output = Path(arguments.output or Path(arguments.runs[0]) / "curves.png")
-    draw(runs, output)
     print(output)
     return 0
 
@@ -48,16 +48,22 @@ def read(run: Path) -> list[dict]:
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not whole: delete it") from error
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError(f"{path}, line {number} has no step: expected a training run's file")
+        rows.append(row)
     if not rows:
         raise ValueError(f"{path} is empty: the run has not finished its first step")
     return rows
 
 
 def draw(runs: dict[str, list[dict]], output: Path) -> None:
-    """Six panels: PANELS as lines, one a run, and where the time of a step goes."""
+    """Six panels: PANELS as lines, one a run, and where the time of a step goes.
+
+    What a row lacks is a gap in the line, and counts for nothing in a mean.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,7 +72,8 @@ def draw(runs: dict[str, list[dict]], output: Path) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
     for axis, (key, title) in zip(axes.flat, PANELS, strict=False):
         for name, rows in runs.items():
-            axis.plot([r["step"] for r in rows], [_number(r[key]) for r in rows], label=name)
+            values = [math.nan if row.get(key) is None else row[key] for row in rows]
+            axis.plot([row["step"] for row in rows], values, label=name)
         axis.set(title=title, xlabel="step")
     axes.flat[0].legend(fontsize="small")
     _draw_times(axes.flat[5], runs)
@@ -78,7 +85,7 @@ def _draw_times(axis, runs: dict[str, list[dict]]) -> None:
     """Mean seconds of each part of a step, stacked, a bar a run."""
     bottoms = dict.fromkeys(runs, 0.0)
     for key in TIMES:
-        means = {name: sum(r[key] for r in rows) / len(rows) for name, rows in runs.items()}
+        means = {name: _mean(key, rows) for name, rows in runs.items()}
         label = key.removeprefix("time_").removesuffix("_s")
         axis.bar(list(means), list(means.values()), bottom=list(bottoms.values()), label=label)
         bottoms = {name: bottoms[name] + means[name] for name in runs}
@@ -87,9 +94,10 @@ def _draw_times(axis, runs: dict[str, list[dict]]) -> None:
     axis.legend(fontsize="small", ncols=4, loc="upper center")
 
 
-def _number(value: float | None) -> float:
-    """A gap in the line where a step has no value."""
-    return float("nan") if value is None else value
+def _mean(key: str, rows: list[dict]) -> float:
+    """The mean of a key over the rows that have it; 0 if none has."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return sum(values) / max(len(values), 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The files of a run: what may be continued, what a killed run left behind, whole files or none.
 
+.lock            held by the process that trains here, as long as it lives
 config.json      every flag, every version, the seed, the git commit
 metrics.jsonl    a line a step          samples.jsonl    some completions of each step
 checkpoint-N/    written under .partial/, then renamed: the name means it is whole
@@ -9,10 +10,10 @@ adapter/         the last adapter, there once the run is finished
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from qerl.config import TrainConfig, kebab
@@ -29,44 +30,70 @@ FREE_ON_RESUME = (
     "vllm_gpu_memory_utilization",
     "enforce_eager",
     "gradient_checkpointing",
+    "parity_limit",
     "dry_run",
 )
 PARTIAL = ".partial"  # checkpoints are written here, then renamed
+_LOCKS = {}  # the open lock files of this process; the kernel lets go of them when it ends
 
 
 def check_output_dir(config: TrainConfig) -> bool:
     """Whether the run folder holds this very run, to be continued. Makes nothing.
 
-    Raises ValueError when it cannot be a folder or holds a run of other settings.
+    Raises ValueError when it cannot be a folder, or holds steps of other or unknown settings.
     """
     folder = Path(config.output_dir)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"--output-dir {folder} is not writable ({there}): choose another folder")
-    saved = folder / "config.json"
+    saved, made = folder / "config.json", _made(folder)
     if not saved.is_file():
+        if made:
+            raise ValueError(
+                f"--output-dir {folder} holds {', '.join(made)} but no config.json that says of "
+                "which run: choose another folder, or move them away"
+            )
         return False
     changed = changed_flags(config, _saved_flags(saved))
-    if changed:
+    if changed and made:
         listed = "; ".join(f"--{kebab(k)} was {old!r}, now {new!r}" for k, old, new in changed)
         raise ValueError(
             f"--output-dir {folder} holds a run with other settings ({listed}): choose another "
             "folder, or repeat that run's settings to continue it"
         )
-    return True
+    return not changed
+
+
+def _made(folder: Path) -> list[str]:
+    """The names of what the steps of a run have left in its folder."""
+    found = [folder / "metrics.jsonl", folder / "adapter", *sorted(folder.glob("checkpoint-*"))]
+    return [path.name for path in found if path.is_dir() or path.is_file() and path.stat().st_size]
 
 
 def make_output_dir(config: TrainConfig) -> None:
-    """Make the run folder and prove that it can be written to, or raise ValueError."""
+    """Make the run folder and hold it for this process, or raise ValueError."""
     folder = Path(config.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        _hold(folder.resolve() / ".lock")
+    except BlockingIOError as error:
+        raise ValueError(
+            f"--output-dir {folder} is in use: another process is training there; end it, or "
+            "choose another folder"
+        ) from error
     except OSError as error:
         raise ValueError(
-            f"--output-dir {folder} is not writable ({error.strerror}): choose another folder"
+            f"--output-dir {folder} cannot be written and locked ({error.strerror}): choose "
+            "another folder"
         ) from error
+
+
+def _hold(path: Path) -> None:
+    """Lock a file until this process ends; raises BlockingIOError if another one has it."""
+    if path not in _LOCKS:
+        file = path.open("a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _LOCKS[path] = file
 
 
 def _saved_flags(path: Path) -> dict:

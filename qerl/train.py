@@ -15,7 +15,8 @@ from pathlib import Path
 
 from qerl import config as settings
 from qerl import data, run_folder
-from qerl.config import TrainConfig
+from qerl.config import CPU_OPTIMIZERS, TrainConfig
+from qerl.noise import Schedule
 
 PACKAGES = (
     "torch",
@@ -55,23 +56,22 @@ class Plan:
     task: object  # data.Task, prompts that fit only
     left_out: int  # prompts longer than --max-prompt-length
     steps: int
+    schedule: Schedule | None  # of the noise
 
     def describe(self, config: TrainConfig) -> str:
         lines = [f"  --{k.replace('_', '-')} {v}" for k, v in dataclasses.asdict(config).items()]
         lines += [
             f"{len(self.task.rows)} prompts ({self.left_out} longer than "
             f"{config.max_prompt_length} tokens left out), {self.steps} steps of "
-            f"{config.prompts_per_step} prompts x {config.num_generations} completions"
+            f"{config.prompts_per_step} prompts x {config.num_generations} completions",
+            f"sigma of the noise by step: {self.schedule}" if self.schedule else "no noise",
         ]
-        return "\n".join(lines + [_describe_noise(config, self.steps)])
-
-
-def _describe_noise(config: TrainConfig, steps: int) -> str:
-    schedule = config.schedule(steps)
-    if schedule is None:
-        return "no noise"
-    sigmas = [f"{schedule.stage_sigma(stage):.3g}" for stage in range(config.num_stages)]
-    return f"noise: stage sigmas {' '.join(sigmas)}"
+        if left_out := config.stages_left_out(self.steps):
+            lines.append(
+                f"WARNING: {left_out} of --num-stages {config.num_stages} never come in "
+                f"{self.steps} steps: a test of the machine, and no AQN"
+            )
+        return "\n".join(lines)
 
 
 def _plan(config: TrainConfig) -> Plan:
@@ -88,7 +88,7 @@ def _plan(config: TrainConfig) -> Plan:
             f"{folder} knows {context}: lower --max-completion-length"
         )
     _check_machine(config)
-    tokenizer = _tokenizer(folder)
+    tokenizer = data.tokenizer_of(folder)
     task = data.load(config.dataset, split="train", seed=config.random_state)
     if config.reward:
         task = dataclasses.replace(task, reward_functions=(data.load_reward(config.reward),))
@@ -100,42 +100,19 @@ def _plan(config: TrainConfig) -> Plan:
             f"--max-prompt-length {longest}: raise it"
         )
     left_out = len(task.rows) - len(fitting)
-    task = dataclasses.replace(task, rows=fitting)
-    return Plan(folder, tokenizer, task, left_out, config.steps(len(fitting)))
-
-
-def _tokenizer(folder: Path):
-    """The model's tokenizer, which must be there and have a chat template."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    except (ValueError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{folder} has no tokenizer that can be read ({reason})") from error
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{folder} has no chat template: expected an instruct model; save one with "
-            "tokenizer.chat_template = ... and save_pretrained"
-        )
-    return tokenizer
+    task, steps = dataclasses.replace(task, rows=fitting), config.steps(len(fitting))
+    return Plan(folder, tokenizer, task, left_out, steps, config.schedule(steps))
 
 
 def _check_machine(config: TrainConfig) -> None:
-    """Raise ValueError for what this transformers or this machine does not have."""
+    """Raise ValueError for what this machine does not have."""
     import torch
     from transformers.integrations import get_available_reporting_integrations
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
 
-    for flag, value, known in (
-        ("optim", config.optim, [name.value for name in OptimizerNames]),
-        ("lr-scheduler-type", config.lr_scheduler_type, [name.value for name in SchedulerType]),
-        ("report-to", config.report_to, ["none", *get_available_reporting_integrations()]),
-    ):
-        if value not in known:
-            raise ValueError(f"--{flag} {value}: expected one of {', '.join(known)}")
-    if "8bit" in config.optim and not torch.cuda.is_available():
+    known = ["none", *get_available_reporting_integrations()]
+    if config.report_to not in known:
+        raise ValueError(f"--report-to {config.report_to}: expected one of {', '.join(known)}")
+    if config.optim not in CPU_OPTIMIZERS and not torch.cuda.is_available():
         raise ValueError(
             f"--optim {config.optim} needs a GPU and none is visible: use --optim adamw_torch"
         )
@@ -161,7 +138,7 @@ def _build(config: TrainConfig, plan: Plan, engine):
     """Policy and trainer around the engine, proven to be the engine's policy."""
     import torch
 
-    from qerl import parity, policy
+    from qerl import policy
     from qerl import trainer as training
 
     arguments = training.grpo_config(config, plan.steps)
@@ -169,14 +146,12 @@ def _build(config: TrainConfig, plan: Plan, engine):
     model = policy.load(plan.folder, device, use_kernels=config.kernels)
     model = policy.adapt(model, config.lora_rank, config.lora_alpha, config.random_state)
     if engine is not None:
-        # Few and short: their whole [B, T, vocabulary] is held for a moment.
-        tokens = [data.prompt_ids(plan.tokenizer, row)[-64:] for row in plan.task.rows[:8]]
-        print(parity.check(engine, model, tokens, config.random_state))
+        _prove(config, plan, engine, model)
     count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
     return training.QeRLTrainer(
         config,
         engine,
-        config.schedule(plan.steps),
+        plan.schedule,
         model=model,
         reward_funcs=list(plan.task.reward_functions),
         args=arguments,
@@ -184,6 +159,18 @@ def _build(config: TrainConfig, plan: Plan, engine):
         processing_class=plan.tokenizer,
         callbacks=[training.Progress(config.logging_steps)],
     )
+
+
+def _prove(config: TrainConfig, plan: Plan, engine, model) -> None:
+    """End the program, with status 1 and one line, unless engine and model are one policy."""
+    from qerl import parity
+
+    # Few and short: their whole [B, T, vocabulary] is held for a moment.
+    tokens = [data.prompt_ids(plan.tokenizer, row)[-64:] for row in plan.task.rows[:8]]
+    try:
+        print(parity.check(engine, model, tokens, config.random_state, config.parity_limit))
+    except parity.NotOnePolicy as error:
+        sys.exit(f"error: {error}")
 
 
 def _engine(config: TrainConfig, plan: Plan):

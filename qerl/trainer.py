@@ -40,6 +40,8 @@ TRL_METRICS = {
     "truncated_fraction": "completions/clipped_ratio",
     "zero_variance_fraction": "frac_reward_zero_std",
 }
+# Means over the tokens in the loss: without a token they have no value.
+TOKEN_METRICS = ("entropy", "logp_gap_mean", "logp_gap_max", "clip_ratio_low", "clip_ratio_high")
 SHOWN = {"loss": "loss", "grad_norm": "grad_norm", **TRL_METRICS}  # on the terminal
 SAMPLES_A_STEP = 4
 
@@ -47,7 +49,7 @@ SAMPLES_A_STEP = 4
 def grpo_config(config: TrainConfig, steps: int) -> GRPOConfig:
     """TRL's arguments of a run. `use_vllm` is off: the engine is ours (see QeRLTrainer)."""
     on_gpu = torch.cuda.is_available()
-    return GRPOConfig(
+    made = GRPOConfig(
         output_dir=config.output_dir,
         max_steps=steps,
         per_device_train_batch_size=config.per_device_train_batch_size,
@@ -88,6 +90,18 @@ def grpo_config(config: TrainConfig, steps: int) -> GRPOConfig:
         run_name=config.run_name or Path(config.output_dir).name,
         disable_tqdm=True,
     )
+    _take_one_gpu(made)
+    return made
+
+
+def _take_one_gpu(arguments: GRPOConfig) -> None:
+    """Keep transformers from DataParallel over all the GPUs it sees, which TRL refuses.
+
+    Under accelerate's launcher every process has one already.
+    """
+    if arguments.n_gpu > 1:
+        print(f"{arguments.n_gpu} GPUs are visible: training on the first, {arguments.device}")
+        arguments._n_gpu = 1  # as transformers.Trainer does for a model split over devices
 
 
 def _correction_mode(config: TrainConfig) -> str:
@@ -138,6 +152,8 @@ class QeRLTrainer(GRPOTrainer):
         self._saving = False
         self._entropies = []  # of this step's tokens, a tensor a pass
         self._gaps = []  # |sampler - trainer| of this step's tokens, a tensor a pass
+        self._tokens_in_loss = 0  # of this step
+        self._empty_steps = 0  # steps without any
         self._last_rollout = {}  # what TRL measured when it last sampled: num_iterations steps ago
         super().__init__(**kwargs)
         self.run_dir = Path(config.output_dir)
@@ -176,6 +192,7 @@ class QeRLTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """TRL's loss, weighted by qerl.correction with this very forward's log-probabilities."""
+        self._tokens_in_loss += int(inputs["completion_mask"].sum())
         if not self._fused:
             return super()._compute_loss(model, inputs)
         sampler_logps_BT = inputs["sampling_per_token_logps"]
@@ -202,6 +219,9 @@ class QeRLTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, and one line in metrics.jsonl for each optimizer step."""
+        if "loss" in logs:
+            for key, value in self._token_metrics().items():
+                self._metrics["train"][TRL_METRICS[key]] = [value]
         super().log(logs, start_time)
         if "loss" in logs:
             append(self.run_dir / "metrics.jsonl", [self._row(logs)])
@@ -211,7 +231,6 @@ class QeRLTrainer(GRPOTrainer):
         row = {"step": self.state.global_step}
         row |= {key: _finite(logs.get(key)) for key in ("loss", "learning_rate", "grad_norm")}
         self._last_rollout |= {key: logs[name] for key, name in TRL_METRICS.items() if name in logs}
-        self._last_rollout |= self._token_row()
         row |= {key: _finite(self._last_rollout.get(key)) for key in TRL_METRICS}
         sampler = getattr(self, "vllm_generation", None)
         applied = sampler.applied if sampler else Applied(0.0, 0.0, 0)
@@ -222,21 +241,34 @@ class QeRLTrainer(GRPOTrainer):
         }
         return row | self._time_row(row) | {"peak_memory_gib": _peak_memory_gib()}
 
-    def _token_row(self) -> dict:
+    def _token_metrics(self) -> dict[str, float]:
         """Entropy and |sampler - trainer| over all tokens of the step that are in the loss.
 
-        Null without any, where TRL averages its passes and counts an empty one as 0.
+        Without any, NaN (which TRL logs as null) for these and the clip ratios, where TRL averages
+        its passes and counts an empty one as 0.
         """
+        if not self._tokens_in_loss:
+            self._warn_of_an_empty_step()
+            return dict.fromkeys(TOKEN_METRICS, math.nan)
         if not self._gaps:
             return {}
         gaps, entropies = torch.cat(self._gaps), torch.cat(self._entropies)
-        if not len(gaps):
-            return dict.fromkeys(("entropy", "logp_gap_mean", "logp_gap_max"))
         return {
             "entropy": entropies.mean().item(),
             "logp_gap_mean": gaps.mean().item(),
             "logp_gap_max": gaps.max().item(),
         }
+
+    def _warn_of_an_empty_step(self) -> None:
+        """Say it the first time, and every tenth."""
+        self._empty_steps += 1
+        if self._empty_steps % 10 == 1:
+            tqdm.write(
+                f"step {self.state.global_step}: every completion was cut off at "
+                f"--max-completion-length {self.args.max_completion_length} and left out of the "
+                f"loss, so that the step taught nothing ({self._empty_steps} such so far): raise "
+                "it, or keep such completions with --mask-truncated-completions False"
+            )
 
     def _time_row(self, row: dict) -> dict:
         parts = {
@@ -257,7 +289,7 @@ class QeRLTrainer(GRPOTrainer):
                 "step": self.state.global_step,
                 "prompt": p,
                 "completion": c,
-                "reward": r,
+                "reward": _finite(r),
                 "advantage": a,
             }
             for p, c, r, a in list(rows)[:SAMPLES_A_STEP]
@@ -301,6 +333,7 @@ class _StepClock(TrainerCallback):
         self.trainer._times.clear()
         self.trainer._gaps.clear()
         self.trainer._entropies.clear()
+        self.trainer._tokens_in_loss = 0
         self.trainer._step_start = time.perf_counter()
 
 
@@ -317,17 +350,20 @@ class Progress(TrainerCallback):
         if "loss" not in (logs or {}):
             return
         if "reward" in logs:  # absent from the later updates on a rollout
-            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", entropy=f"{logs['entropy']:.2f}")
+            self.bar.set_postfix({key: _short(logs[key], ".2f") for key in ("reward", "entropy")})
         self.bar.update(state.global_step - self.bar.n)
         if self.every and state.global_step % self.every == 0:
-            shown = {
-                k: f"{logs[name]:.4g}" for k, name in SHOWN.items() if logs.get(name) is not None
-            }
-            line = "  ".join(f"{key} {value}" for key, value in shown.items())
+            shown = {key: logs[name] for key, name in SHOWN.items() if name in logs}
+            line = "  ".join(f"{key} {_short(value, '.4g')}" for key, value in shown.items())
             self.bar.write(f"step {state.global_step}  {line}")
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
+
+
+def _short(value: float | None, form: str) -> str:
+    """A number on the terminal; a dash for what TRL could not measure."""
+    return "-" if value is None else format(value, form)
 
 
 def _finite(value: float | None) -> float | None:

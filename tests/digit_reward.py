@@ -9,3 +9,8 @@ def digits(completions, **kwargs) -> list[float]:
 def constant(completions, **kwargs) -> list[float]:
     """The same for every completion: a group without variance."""
     return [1.0] * len(completions)
+
+
+def nothing(completions, **kwargs) -> list[None]:
+    """No verdict on any completion."""
+    return [None] * len(completions)

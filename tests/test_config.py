@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from qerl.config import TrainConfig, parse
+from qerl.noise import Schedule
 from qerl.run_folder import FREE_ON_RESUME, check_output_dir, make_output_dir, write_json
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -71,6 +72,8 @@ def test_the_defaults_pass():
         ("--num-train-epochs inf", "expected a finite number"),
         ("--sigma-start nan", "expected a finite number"),
         ("--num-stages 0", "--num-stages 0"),
+        ("--num-stages 1", "is the stage without noise alone: take 2 or more, or --no-ln"),
+        ("--parity-limit 0", "--parity-limit 0.0: expected more than 0"),
         ("--save-steps 0", "--save-steps 0"),
         ("--save-total-limit 0", "--save-total-limit 0"),
         ("--learning-rate 0", "--learning-rate 0.0: expected more than 0"),
@@ -119,7 +122,8 @@ def test_no_number_may_be_nan(name):
         "--ln False --sigma-end 0",
         "--sigma-start 0 --sigma-end 0",
         "--use-vllm False --ln False --sampler-correction none",
-        "--num-stages 1",
+        "--num-stages 2",
+        "--num-stages 1 --no-ln",
         "--max-grad-norm 0 --beta 0 --warmup-ratio 0 --weight-decay 0 --logging-steps 0",
         "--num-generations 4 --gradient-accumulation-steps 2",
     ],
@@ -143,6 +147,19 @@ def test_without_ln_or_sigma_there_is_no_schedule():
     assert parsed("--no-ln").schedule(10) is None
     assert parsed("--sigma-start", "0").schedule(10) is None
     assert parsed().schedule(100).sigma(11) == 1e-2
+
+
+@pytest.mark.parametrize("iterations", range(1, 5))
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_the_stages_that_a_short_run_never_reaches_are_counted(stages, iterations):
+    """Noise enters at rollouts: every stage must have one, and a long enough run always does."""
+    config = dataclasses.replace(parsed(), num_stages=stages, num_iterations=iterations)
+    for steps in range(1, 30):
+        stage_of = Schedule(1e-2, 1e-4, stages, steps).stage
+        missed = set(range(stages)) - {stage_of(s) for s in range(1, steps + 1, iterations)}
+        assert config.stages_left_out(steps) == len(missed)
+        assert not missed or steps < stages * iterations
+    assert dataclasses.replace(config, ln=False).stages_left_out(1) == 0
 
 
 # --- the command line
@@ -177,6 +194,12 @@ def test_a_switch_has_three_forms(name):
         ["--noise-schedule", "constant"],
         ["--loss-type", "ppo"],
         ["--sampler-correction", "all"],
+        ["--optim", "adamw_torsh"],
+        ["--optim", "galore_adamw"],
+        ["--optim", "lomo"],
+        ["--lr-scheduler-type", "cosin"],
+        ["--lr-scheduler-type", "cosine_with_min_lr"],
+        ["--lr-scheduler-type", "reduce_lr_on_plateau"],
     ],
 )
 def test_a_flag_or_value_that_is_not_known_ends_with_status_2(flags, capsys):
@@ -205,18 +228,26 @@ def test_help_shows_every_flag_with_its_default(capsys):
 # --- the run folder
 
 
-def saved(folder: Path, *flags: str) -> Path:
-    """A run folder as the training leaves it after its start."""
+def started(folder: Path, *flags: str) -> Path:
+    """A run folder as the training leaves it before its first step."""
     config = parsed(*flags, output_dir=str(folder))
     folder.mkdir()
     write_json(folder / "config.json", {"flags": dataclasses.asdict(config)})
+    (folder / "metrics.jsonl").write_text("")
+    return folder
+
+
+def saved(folder: Path, *flags: str) -> Path:
+    """A run folder as the training leaves it after its first step."""
+    started(folder, *flags)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return folder
 
 
 def test_a_new_folder_is_made_and_is_not_a_run_to_continue(tmp_path):
     assert prepare_output_dir(parsed(output_dir=tmp_path / "a" / "b")) is False
     assert (tmp_path / "a" / "b").is_dir()
-    assert not list((tmp_path / "a" / "b").iterdir())
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == [".lock"]
 
 
 def test_the_same_settings_continue_a_run(tmp_path):
@@ -231,11 +262,66 @@ def test_another_runs_folder_is_refused_with_what_differs(tmp_path):
     assert "--lora-rank was 16, now 8; --ln was True, now False" in str(refused.value)
 
 
+def test_a_run_without_a_step_may_be_started_with_other_settings(tmp_path):
+    folder = started(tmp_path / "run")
+    assert prepare_output_dir(parsed("--lora-rank", "8", output_dir=folder)) is False
+
+
+LEFT = ("metrics.jsonl", "checkpoint-3/trainer_state.json", "adapter/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("file", LEFT)
+def test_other_settings_are_refused_whatever_the_steps_have_left(tmp_path, file):
+    folder = started(tmp_path / "run")
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text("{}")
+    assert prepare_output_dir(parsed(output_dir=folder)) is True
+    with pytest.raises(ValueError, match="--lora-rank was 16, now 8"):
+        prepare_output_dir(parsed("--lora-rank", "8", output_dir=folder))
+
+
+@pytest.mark.parametrize("file", LEFT)
+def test_steps_of_unknown_settings_are_refused_with_the_way_out(tmp_path, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    name = file.split("/")[0]
+    with pytest.raises(ValueError, match=f"holds {name} but no config.json .* move them away"):
+        prepare_output_dir(parsed(output_dir=tmp_path))
+
+
+HOLD = """
+import sys
+from qerl.config import TrainConfig
+from qerl.run_folder import make_output_dir
+make_output_dir(TrainConfig(output_dir=sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_start_is_refused_until_the_first_has_died(tmp_path):
+    config = parsed(output_dir=tmp_path / "run")
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, config.output_dir],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert first.stdout.readline() == b"held\n"
+    with pytest.raises(ValueError, match="is in use: another process is training there"):
+        make_output_dir(config)
+    first.kill()
+    first.communicate()
+    make_output_dir(config)
+    make_output_dir(config)  # our own hold is no obstacle
+
+
 def test_settings_that_do_not_alter_learning_may_change(tmp_path):
     folder = saved(tmp_path / "run")
     others = {"report_to": "wandb", "run_name": "x", "logging_steps": 5, "save_total_limit": 9}
     others |= {"save_steps": 7, "save_strategy": "no", "enforce_eager": True}
     others |= {"vllm_gpu_memory_utilization": 0.1, "gradient_checkpointing": False}
+    others |= {"parity_limit": 0.3}
     config = dataclasses.replace(parsed(output_dir=folder), **others, dry_run=True)
     assert set(others) | {"dry_run", "output_dir"} == set(FREE_ON_RESUME)
     assert prepare_output_dir(config) is True
@@ -289,9 +375,8 @@ MISTAKES = {
     "prompts too long": (["--max-prompt-length", "3"], "are longer than --max-prompt-length 3"),
     "reward": (["--reward", "nosuchmodule:f"], "cannot be imported"),
     "group": (["--num-generations", "3"], "does not divide the batch of 8"),
+    "paged optimizer on a CPU": (["--optim", "paged_adamw_32bit"], "use --optim adamw_torch"),
     "optimizer on a CPU": (["--optim", "adamw_8bit"], "use --optim adamw_torch"),
-    "optimizer": (["--optim", "adamw_torsh"], "--optim adamw_torsh"),
-    "learning rate schedule": (["--lr-scheduler-type", "cosin"], "--lr-scheduler-type cosin"),
     "tracker": (["--report-to", "trackio"], "--report-to trackio"),
     "output folder": (["--output-dir", "{file}/run"], "is not writable"),
     "output folder, dry": (["--output-dir", "{file}/run", "--dry-run"], "is not writable"),
@@ -340,6 +425,7 @@ def programs(folders) -> tuple[dict, list]:
     usual = f"{usual} --per-device-train-batch-size 8 --num-generations 4".split()
     commands = {name: usual + flags for name, (flags, _) in MISTAKES.items()}
     commands["dry run"] = [*usual, "--dry-run", "--num-stages", "4"]
+    commands["short dry run"] = [*usual, "--dry-run", "--max-steps", "9"]
     given = {name: [word.format(**folders) for word in words] for name, words in commands.items()}
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -365,10 +451,16 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(programs, folders):
     status, out, err = programs[0]["dry run"]
     assert (status, err) == (0, "")
     assert "75 prompts (0 longer than 256 tokens left out), 37 steps of 2 prompts x 4" in out
-    assert "noise: stage sigmas 0 0.01 0.00215 0.000464" in out
+    assert "sigma of the noise by step: 1-9: 0, 10-18: 0.01, 19-27: 0.00215, 28-37: 0.000464" in out
     for name in FIELDS:
         assert f"--{kebab(name)} " in out
     assert not folders["new"].exists()
+
+
+def test_a_run_too_short_for_its_noise_is_told_so_and_goes_on(programs):
+    status, out, _ = programs[0]["short dry run"]
+    assert status == 0 and "WARNING: 1 of --num-stages 10 never come in 9 steps" in out
+    assert "WARNING" not in programs[0]["dry run"][1]
 
 
 def test_no_mistake_costs_the_loading_of_an_engine_or_a_model(programs):

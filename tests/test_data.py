@@ -229,6 +229,24 @@ def test_a_jsonl_file_is_taken_as_it_stands(tmp_path):
     data.check_name(path)
 
 
+@pytest.mark.parametrize(
+    ("number", "text", "reply"),
+    [
+        (1e-05, "0.00001", "10^{-5}"),
+        (1e16, "10000000000000000", "10^{16}"),
+        (1.5e-7, "0.00000015", "1.5 \\times 10^{-7}"),
+        (-0.1, "-0.1", "-\\frac{1}{10}"),
+        (2.0, "2.0", "2"),
+        (10**20, "1" + "0" * 20, "10^{20}"),
+    ],
+)
+def test_a_number_is_written_so_that_a_right_reply_earns_its_reward(number, text, reply, tmp_path):
+    task = data.load(write(tmp_path / "own.jsonl", {"prompt": "?", "answer": number}))
+    [row] = task.rows
+    assert row["answer"] == text
+    assert reward(task.reward_functions, f"\\boxed{{{reply}}}", row["answer"]) == 1.0
+
+
 def test_a_parquet_file_is_read_as_well(tmp_path):
     path = str(tmp_path / "own.parquet")
     table = pyarrow.table({"prompt": [CHAT, CHAT], "answer": [2, 3]})
@@ -261,6 +279,8 @@ def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
         ([""], "is empty"),
         ([{"prompt": "?", "answer": None}], "answer must be text or a number"),
         ([{"prompt": "?", "answer": " "}], "answer must be text or a number"),
+        ([{"prompt": "?", "answer": float("nan")}], "answer must be text or a number, not nan"),
+        ([{"prompt": "?", "answer": float("inf")}], "answer must be text or a number, not inf"),
         ([{"prompt": "?", "answer": ["1"]}], "answer must be text or a number"),
         ([{"prompt": "?", "answer": True}], "answer must be text or a number"),
         ([{"prompt": " ", "answer": "1"}], "prompt must be text or a list"),
@@ -374,6 +394,24 @@ def test_a_reward_of_the_users_own_is_imported(tmp_path, monkeypatch):
     assert data.load_reward("my_rewards:short")(["a"], ["b"]) == [1.0]
     with pytest.raises(ValueError, match="is a str, which cannot be called"):
         data.load_reward("my_rewards:NAME")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def short(:", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit('bye')", "SystemExit: bye"),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'. It must be on"),
+    ],
+)
+def test_whatever_a_reward_module_raises_is_said_in_one_line(source, said, tmp_path, monkeypatch):
+    (tmp_path / "bad_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        data.load_reward("bad_rewards:short")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

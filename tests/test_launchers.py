@@ -139,11 +139,11 @@ def test_a_dry_run_of_a_launchers_settings_passes(
     tree, path, smollm2, smollm2_nvfp4, tmp_path, capsys
 ):
     model = smollm2_nvfp4 if "nvfp4" in path.name else smollm2
-    more = ["--dry-run", "--optim", "adamw_torch", "--dataset", "arithmetic"]
+    more = ["--dry-run", "--optim", "adamw_torch", "--dataset", "arithmetic", "--max-steps", "30"]
     run_dir = tmp_path / "run"
     flags = launched(tree, path.name, *more, MODEL_PATH=str(model), OUTPUT_DIR=str(run_dir))
     assert train.main(flags) == 0
-    assert "noise: stage sigmas 0 0.01 0.00599" in capsys.readouterr().out
+    assert "sigma of the noise by step: 1-3: 0, 4-6: 0.01, 7-9: 0.00599" in capsys.readouterr().out
     assert not run_dir.exists()
 
 

@@ -87,6 +87,21 @@ def test_sigma_of_a_step_is_that_of_its_stage():
     assert made.sigma(19) == made.sigma(25) == made.stage_sigma(9)
 
 
+@pytest.mark.parametrize("num_stages", SMALL_STAGES)
+def test_the_table_of_stages_says_the_sigma_of_every_step(num_stages):
+    for steps in SMALL_STEPS:
+        made, told = schedule(num_stages, steps), []
+        for entry in str(made).split(", "):
+            span, sigma = entry.split(": ")
+            first, last = map(int, span.split("-"))
+            told += [(step, sigma) for step in range(first, last + 1)]
+        assert told == [(step, f"{made.sigma(step):.3g}") for step in range(1, steps + 1)]
+
+
+def test_the_table_of_stages_is_compact():
+    assert str(schedule(num_stages=3, steps=8)) == "1-2: 0, 3-4: 0.01, 5-8: 0.001"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -9,6 +9,7 @@ import tiny
 import torch
 
 from qerl import adapter, linear, parity, policy
+from qerl.config import TrainConfig
 from qerl.noise import Noise
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,13 @@ def test_engine_and_trainer_of_one_checkpoint_agree(engine, model, tokens):
     assert "agree: mean gap 0.0" in str(found)
 
 
+def test_the_limit_is_the_flags_and_may_be_raised(engine, model, tokens):
+    assert parity.LIMIT == TrainConfig().parity_limit
+    assert parity.check(engine, model, tokens, seed=1, limit=0.08).gap_mean < 0.08
+    with pytest.raises(parity.NotOnePolicy, match="expected below 0.001.*raise --parity-limit"):
+        parity.check(engine, model, tokens, seed=1, limit=0.001)
+
+
 def test_the_check_leaves_the_adapter_as_it_was(engine, model, tokens):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine.sync(adapter.of_model(model))
@@ -50,7 +58,7 @@ def test_the_check_leaves_the_adapter_as_it_was(engine, model, tokens):
 def test_an_engine_that_ignores_the_adapter_is_refused(engine, model, tokens, monkeypatch):
     sync = engine.sync
     monkeypatch.setattr(engine, "sync", lambda adapter, noise=None: sync(None, noise))
-    with pytest.raises(RuntimeError, match="the engine does not apply the adapter"):
+    with pytest.raises(parity.NotOnePolicy, match="the engine does not apply the adapter"):
         parity.check(engine, model, tokens, seed=1)
 
 
@@ -58,7 +66,7 @@ def test_an_engine_that_keeps_its_first_adapter_is_refused(engine, model, tokens
     sync, first = engine.sync, adapter.of_model(model)
     kept = dataclasses.replace(first, tensors={n: t.clone() for n, t in first.tensors.items()})
     monkeypatch.setattr(engine, "sync", lambda adapter, noise=None: sync(kept, noise))
-    with pytest.raises(RuntimeError, match="the engine does not apply the adapter"):
+    with pytest.raises(parity.NotOnePolicy, match="the engine does not apply the adapter"):
         parity.check(engine, model, tokens, seed=1)
 
 
@@ -79,7 +87,7 @@ def test_a_trainer_on_another_base_is_refused(engine, model, tokens, fault):
     try:
         for tensor, change in changed:
             tensor.data.copy_(change(tensor.data))
-        with pytest.raises(RuntimeError, match="are not the same policy: mean gap"):
+        with pytest.raises(parity.NotOnePolicy, match="are not the same policy: mean gap"):
             parity.check(engine, model, tokens, seed=1)
     finally:
         for (tensor, _), value in zip(changed, kept, strict=True):
@@ -89,7 +97,7 @@ def test_a_trainer_on_another_base_is_refused(engine, model, tokens, fault):
 def test_an_engine_that_is_still_noisy_is_refused(engine, model, tokens, monkeypatch):
     sync, noise = engine.sync, Noise(1, 1, 0.05)
     monkeypatch.setattr(engine, "sync", lambda adapter: sync(adapter, noise))
-    with pytest.raises(RuntimeError, match="are not the same policy: mean gap"):
+    with pytest.raises(parity.NotOnePolicy, match="are not the same policy: mean gap"):
         parity.check(engine, model, tokens, seed=1)
 
 
@@ -120,5 +128,5 @@ def test_noise_for_an_engine_without_float_gains_is_refused(tiny_engine):
 def test_an_untied_model_whose_embeddings_are_untied_is_not_its_tied_twin(tiny_engine, tmp_path):
     twin = tiny.write_nvfp4(tmp_path / "twin", "qwen2", tied=True)
     model = policy.adapt(policy.load(twin), 12, 24.0, seed=1)
-    with pytest.raises(RuntimeError, match="are not the same policy"):
+    with pytest.raises(parity.NotOnePolicy, match="are not the same policy"):
         parity.check(tiny_engine, model, [[5, 9, 300, 7, 7, 12, 1]], seed=1)

@@ -66,6 +66,24 @@ def test_a_value_that_was_not_measured_is_a_gap(tmp_path, drawn):
     assert values[0] == values[2] == 0.5 and values[1] != values[1]
 
 
+def test_a_key_that_a_row_lacks_is_a_gap_and_counts_for_nothing(tmp_path, drawn):
+    short = {"step": 2, "reward": 0.5, "time_rollout_s": 3.0}
+    folder = run(tmp_path / "run", [row(1), short, row(3, time_reward_s=None), {"step": 4}])
+    assert report.main([str(folder)]) == 0
+    entropy, rewards = lines(drawn[0], 1)["run"], lines(drawn[0], 0)["run"]
+    assert entropy[0] == entropy[2] == 0.5 and entropy[1] != entropy[1]
+    assert rewards[:3] == [0.5] * 3 and rewards[3] != rewards[3]
+    heights = [bar.get_height() for bar in drawn[0].axes[5].patches]
+    assert heights == pytest.approx([5 / 3, 1.0, 1.0, 1.0])
+
+
+def test_a_picture_that_cannot_be_written_ends_with_status_2(tmp_path, capsys):
+    folder = run(tmp_path / "run", [row(1)])
+    assert report.main([str(folder), "--output", str(tmp_path / "absent" / "my.png")]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "absent") in said and said.count("\n") == 1
+
+
 def test_output_names_another_file(tmp_path):
     folder = run(tmp_path / "run", [row(1)])
     assert report.main([str(folder), "--output", str(tmp_path / "my.png")]) == 0
@@ -79,6 +97,8 @@ def test_output_names_another_file(tmp_path):
         (None, "does not exist: expected the --output-dir"),
         ("", "has not finished its first step"),
         ('{"step": 1, "rew', "line 1 is not whole"),
+        ('{"reward": 1}\n', "line 1 has no step"),
+        ('{"step": 1}\n5\n', "line 2 has no step"),
     ],
 )
 def test_a_folder_without_whole_metrics_ends_with_status_2(tmp_path, capsys, text, words):

@@ -91,6 +91,11 @@ RIGHT = [
     ("0.75", "\\frac{3}{4}"),
     ("-\\frac{3}{4}", "\\frac{-3}{4}"),
     ("0.333333", "1/3"),
+    ("1/3", "0.333333"),
+    ("\\frac{1}{7}", "0.142857"),
+    ("1e-05", "0.00001"),
+    ("0.00001", "1E-5"),
+    ("1e16", "10000000000000000"),
     ("50%", "50"),
     ("50%", "0.5"),
     ("50\\%", "1/2"),
@@ -159,6 +164,11 @@ WRONG = [
     ("Bob", "\\text{Evelyn}"),
     ("x", "X + 1"),
     ("B", "C"),
+    ("ABC", "CBA"),
+    ("A C", "CA"),
+    ("on", "\\text{no}"),
+    ("2e", "2"),
+    ("1e-4", "0.00001"),
     ("[2,7]", "[-2,7]"),
     ("(2,1)", "(1,2)"),
     ("11\\sqrt{3}", "11\\sqrt{2}"),
@@ -391,6 +401,7 @@ PRINTS_1 = json.dumps([{"input": "", "output": "1"}])
         "import os\nos.kill(os.getppid(), 0)",
         "open('{outside}/left', 'w')",
         "import os\nos.mkdir('{outside}/left')",
+        "import sqlite3\nsqlite3.connect('{outside}/left').execute('create table t (x)')",
         "import os\nos.symlink('{outside}/left', 'link')\nopen('link', 'w')",
         "x = bytearray(8 << 30)",
         "open('large', 'wb').write(bytes(32 << 20))",
@@ -452,10 +463,24 @@ def _group(leader: int) -> list[str]:
     return found
 
 
-def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
+LEAVING = {
+    "a folder that is closed": "os.mkdir('a')\nopen('a/b', 'w').write('c')\nos.chmod('a', 0)",
+    "a pipe": "os.mkfifo('a')\nos.mkfifo('../b')",
+    "a database": (
+        "import sqlite3\nfile = sqlite3.connect('a.db')\nfile.execute('create table t (x)')\n"
+        "file.execute('insert into t values (1)')"
+    ),
+    "a link": "os.symlink('program.py', 'a')",
+    "folders too deep for shutil.rmtree": (
+        "for _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"
+    ),
+}
+
+
+@pytest.mark.parametrize("left", LEAVING)
+def test_nothing_is_left_in_the_temporary_folder(left, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = "import os\nos.mkdir('a')\nopen('a/b', 'w').write('c')\nos.chmod('a', 0)\nprint(1)"
-    assert rewards.code_correct(block(program), PRINTS_1)
+    assert rewards.code_correct(block(f"import os\n{LEAVING[left]}\nprint(1)"), PRINTS_1)
     assert not list(tmp_path.iterdir())
 
 
@@ -472,6 +497,29 @@ def test_tests_of_another_layout_are_refused(tests):
         rewards.code_correct(block("print(1)"), tests)
 
 
-def test_a_typographic_minus_is_a_minus():
-    assert rewards.last_integer_correct("It is \u22125.", "-5")
-    assert not rewards.last_integer_correct("It is \u22125.", "5")
+@pytest.mark.parametrize("minus", ["-", "\u2212", "\u2013"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "\\boxed{{{}5}}",
+        "<answer>{}5</answer>",
+        "#### {}5",
+        "The answer is {}5.",
+        "**Answer:** {}5",
+        "It comes to {}5",
+        "x = {}5",
+        "7 - 12 = {}\\frac{{10}}{{2}}",
+    ],
+)
+def test_a_typographic_minus_is_a_minus_wherever_an_answer_stands(said, minus):
+    assert rewards.math_correct(said.format(minus), "-5")
+    assert rewards.math_correct(said.format("-"), f"{minus}5")
+    assert not rewards.math_correct(said.format(minus), "5")
+    if "frac" not in said:
+        assert rewards.last_integer_correct(said.format(minus), f"{minus}5")
+        assert not rewards.last_integer_correct(said.format(minus), "5")
+
+
+def test_a_reference_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="'five' is not a number"):
+        rewards.last_integer_correct("It is 5.", "five")

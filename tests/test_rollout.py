@@ -226,6 +226,24 @@ def test_a_rank_above_the_engines_is_refused_with_the_way_out(engine, two):
         engine.sync(large)
 
 
+def test_modules_that_the_engine_lacks_are_named_not_left_out(engine, tokens, two):
+    """vLLM alone would apply the rest, or a corner of the slot, and say nothing."""
+    engine.sync(two[0])
+    before, held = engine.score(tokens), engine.adapters()
+    absent = {n.replace(".layers.3.", ".layers.30."): t for n, t in two[1].tensors.items()}
+    narrow = {
+        n: t[:, :64] if n.endswith("layers.2.mlp.up_proj.lora_A.weight") else t
+        for n, t in two[1].tensors.items()
+    }
+    for tensors, words in (
+        (absent, "7 of the adapter's 210 modules .*: model.layers.30.mlp.down_proj, "),
+        (narrow, "1 of the adapter's 210 modules .*: model.layers.2.mlp.up_proj. "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine.sync(dataclasses.replace(two[1], tensors=tensors))
+    assert (engine.score(tokens), engine.adapters()) == (before, held)
+
+
 # --- prefix cache
 
 

@@ -14,14 +14,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from trl import GRPOTrainer
+from transformers import Trainer, get_scheduler
+from trl import GRPOConfig, GRPOTrainer
 
 from qerl import checkpoint, parity, train
 from qerl import trainer as training
+from qerl.config import CPU_OPTIMIZERS, GPU_OPTIMIZERS, LR_SCHEDULES
 from qerl.correction import MODES
 from qerl.noise import Noise
 
@@ -252,7 +255,8 @@ def test_other_settings_in_the_folder_of_a_run_are_refused(whole, smollm2_nvfp4,
 def test_training_changes_the_adapter_and_nothing_else(built, engine, smollm2_nvfp4, tmp_path):
     tokens = [[1, 34, 216, 1232, 504, 3575]]
     clean = engine.score(tokens)
-    flags = command(smollm2_nvfp4, tmp_path / "run", "--max-steps", "2", *SMALL)
+    flags = ["--max-steps", "2", "--num-stages", "2", *SMALL]
+    flags = command(smollm2_nvfp4, tmp_path / "run", *flags)
     assert train.main(flags) == 0
     trained = {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): parameter
@@ -269,7 +273,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
     built, smollm2_nvfp4, tmp_path, monkeypatch
 ):
     run = tmp_path / "run"
-    flags = command(smollm2_nvfp4, run, "--max-steps", "3", "--save-steps", "1", *SMALL)
+    flags = ["--max-steps", "3", "--num-stages", "3", "--save-steps", "1", *SMALL]
+    flags = command(smollm2_nvfp4, run, *flags)
     save = training.QeRLTrainer._save_rng_state
 
     def full_disk(trainer, folder):
@@ -312,14 +317,14 @@ def test_two_updates_a_rollout_work_and_are_continued_in_mid_cycle(
 
 
 def test_an_odd_number_of_steps_takes_one_more_rollout(built, smollm2_nvfp4, tmp_path):
-    flags = ["--num-iterations", "2", "--max-steps", "1", "--save-strategy", "no"]
+    flags = ["--num-iterations", "2", "--max-steps", "1", "--save-strategy", "no", "--no-ln"]
     assert train.main(command(smollm2_nvfp4, tmp_path / "run", *flags, *SMALL)) == 0
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
 def one_step(model: Path, run: Path, *flags: str) -> dict:
-    """metrics.jsonl's line of a run of one step."""
-    flags = ["--max-steps", "1", "--save-strategy", "no", *SMALL, *flags]
+    """metrics.jsonl's line of a run of one step, which is too short for noise."""
+    flags = ["--max-steps", "1", "--no-ln", "--save-strategy", "no", *SMALL, *flags]
     assert train.main(command(model, run, *flags)) == 0
     [row] = rows(run)
     return row
@@ -339,13 +344,44 @@ def test_gradient_accumulation_does_not_change_the_update(
         assert in_parts[key] == pytest.approx(at_once[key], rel=within), key
 
 
-def test_a_batch_of_truncated_completions_is_a_step_of_nothing(built, smollm2_nvfp4, tmp_path):
-    flags = ["--mask-truncated-completions", "True", "--max-completion-length", "2"]
+@pytest.mark.parametrize("more", [[], ["--num-iterations", "2"]])  # our loss, and TRL's own
+def test_a_batch_of_truncated_completions_is_a_step_of_nothing(
+    built, smollm2_nvfp4, tmp_path, capsys, more
+):
+    flags = ["--mask-truncated-completions", "True", "--max-completion-length", "2", *more]
     row = one_step(smollm2_nvfp4, tmp_path / "run", *flags)
     assert (row["truncated_fraction"], row["loss"], row["grad_norm"]) == (1, 0, 0)
-    assert row["entropy"] is None and row["logp_gap_mean"] is None  # no token: not "no entropy"
+    # no token in the loss: not "no entropy", nor "nothing clipped"
+    assert [key for key in KEYS if row[key] is None] == sorted(
+        training.TOKEN_METRICS, key=KEYS.index
+    )
+    said = capsys.readouterr().out
+    assert said.count("every completion was cut off at --max-completion-length 2") == 1
+    assert "with --mask-truncated-completions False" in said and "entropy -" in said
     unmoved = [t for n, t in trained_adapter(tmp_path / "run").items() if ".lora_B." in n]
     assert not any(tensor.any() for tensor in unmoved)
+
+
+def test_of_many_empty_steps_the_first_and_every_tenth_after_it_are_told(capsys):
+    trainer = SimpleNamespace(
+        _empty_steps=0,
+        state=SimpleNamespace(global_step=1),
+        args=SimpleNamespace(max_completion_length=2),
+    )
+    told = []
+    for step in range(1, 32):
+        trainer.state.global_step = step
+        training.QeRLTrainer._warn_of_an_empty_step(trainer)
+        told += [step] if capsys.readouterr().out else []
+    assert told == [1, 11, 21, 31]
+
+
+def test_a_reward_that_gives_nothing_is_null_and_teaches_nothing(built, smollm2_nvfp4, tmp_path):
+    run = tmp_path / "run"
+    row = one_step(smollm2_nvfp4, run, "--reward", "digit_reward:nothing")
+    assert (row["reward"], row["reward_std"], row["grad_norm"]) == (None, None, 0)
+    assert {sample["reward"] for sample in rows(run, "samples.jsonl")} == {None}
+    assert "NaN" not in (run / "samples.jsonl").read_text()
 
 
 def test_groups_without_variance_are_reported_and_teach_nothing(built, smollm2_nvfp4, tmp_path):
@@ -372,6 +408,63 @@ def test_the_bf16_control_takes_the_same_path(smollm2, tmp_path):
     row = one_step(smollm2, tmp_path / "run", "--precision", "bf16")
     assert sorted(row) == sorted(KEYS)
     assert 0 < row["logp_gap_mean"] < 0.08 and row["grad_norm"] > 0
+
+
+def test_two_policies_end_the_program_with_one_line(engine, smollm2_nvfp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "_engine", lambda config, plan: engine)
+    flags = ["--max-steps", "1", "--no-ln", "--parity-limit", "1e-6"]
+    with pytest.raises(SystemExit) as ended:
+        train.main(command(smollm2_nvfp4, tmp_path / "run", *flags))
+    said = str(ended.value)  # which Python prints, with status 1
+    assert said.startswith("error: sampler and trainer are not the same policy: mean gap 0.0")
+    assert "(expected below 1e-06)" in said and "raise --parity-limit" in said
+    assert "\n" not in said and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- what transformers is asked for
+
+
+def arguments(*flags: str) -> GRPOConfig:
+    return training.grpo_config(train.settings.parse(command(Path("m"), Path("o"), *flags)), 4)
+
+
+def stepped(optim: str, schedule: str) -> list[float]:
+    """The learning rates of four steps of an optimizer of these names on one parameter."""
+    asked = arguments("--optim", optim, "--lr-scheduler-type", schedule, "--learning-rate", "1e-8")
+    made, settings = Trainer.get_optimizer_cls_and_kwargs(asked)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parameter = torch.nn.Parameter(torch.ones(2, 2, device=device))
+    optimizer = made([parameter], **settings)
+    scheduler = get_scheduler(asked.lr_scheduler_type, optimizer, 1, 4)
+    rates = []
+    for _ in range(4):
+        parameter.square().sum().backward()
+        optimizer.step(), scheduler.step()
+        rates += scheduler.get_last_lr()
+    return rates
+
+
+@pytest.mark.parametrize(
+    "optim", CPU_OPTIMIZERS + (GPU_OPTIMIZERS if torch.cuda.is_available() else ())
+)
+def test_an_optimizer_that_is_accepted_needs_nothing_more(optim):
+    assert len(stepped(optim, "cosine")) == 4
+
+
+@pytest.mark.parametrize("schedule", LR_SCHEDULES)
+def test_a_learning_rate_schedule_that_is_accepted_needs_nothing_more(schedule):
+    assert stepped("adamw_torch", schedule)[0] == pytest.approx(1e-8)
+
+
+def test_of_several_gpus_the_first_is_taken(capsys):
+    """transformers would wrap the model in DataParallel, which TRL refuses."""
+    made = arguments()
+    made._n_gpu = 4  # what transformers finds in a process that sees four
+    training._take_one_gpu(made)
+    assert made.n_gpu == 1 and made.train_batch_size == made.per_device_train_batch_size
+    assert "4 GPUs are visible: training on the first" in capsys.readouterr().out
+    training._take_one_gpu(made)
+    assert not capsys.readouterr().out
 
 
 # --- the correction in the loss

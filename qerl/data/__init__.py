@@ -1,7 +1,7 @@
 """Data sets: a name becomes prompts, answers, a verdict and reward functions.
 
 hub.py knows the sets of the Hugging Face hub; arithmetic.py makes problems without a download;
-files.py reads a user's own file. Prompts are chat messages; no tokenizer is chosen here.
+files.py reads a user's own file. Prompts are chat messages, tokenized by the model's template.
 """
 
 import importlib
@@ -85,6 +85,23 @@ def _draw(rows: list, seed: int, limit: int | None) -> list:
     return [rows[index] for index in sorted(kept)]
 
 
+def tokenizer_of(folder: Path):
+    """The tokenizer of a model folder; ValueError when it or its chat template is missing."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    except (ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{folder} has no tokenizer that can be read ({reason})") from error
+    if found.chat_template is None:
+        raise ValueError(
+            f"{folder} has no chat template: expected an instruct model; save one with "
+            "tokenizer.chat_template = ... and save_pretrained"
+        )
+    return found
+
+
 def prompt_ids(tokenizer, row: dict) -> list[int]:
     """The token ids of a row's prompt under the tokenizer's chat template, ready to be answered."""
     return tokenizer.apply_chat_template(
@@ -128,10 +145,10 @@ def load_reward(path: str) -> Callable:
         raise ValueError(f"reward {path!r} must be written module:function")
     try:
         reward = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"reward {path!r} cannot be imported: {error}. The module must be on PYTHONPATH"
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever the user's module does while it runs
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        hint = ". It must be on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+        raise ValueError(f"reward {path!r} cannot be imported: {said}{hint}") from error
     if not callable(reward):
         raise ValueError(f"reward {path!r} is a {type(reward).__name__}, which cannot be called")
     return reward

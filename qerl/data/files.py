@@ -5,7 +5,9 @@ for \\boxed{} or another form that qerl.rewards.math reads. An answer is text or
 """
 
 import json
+import math
 import re
+from decimal import Decimal
 from pathlib import Path
 
 FILE_TYPES = (".jsonl", ".parquet")
@@ -15,14 +17,15 @@ def rows(path: Path) -> list[dict]:
     """Read and check a local file; every ValueError names the file and the row."""
     if not path.is_file():
         raise ValueError(f"data set file {path} does not exist")
-    raw = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    raw = read_jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
     found = [_row(row, where) for where, row in raw]
     if not found:
         raise ValueError(f"data set file {path} is empty: it needs a row with prompt and answer")
     return found
 
 
-def _jsonl(path: Path) -> list[tuple[str, object]]:
+def read_jsonl(path: Path) -> list[tuple[str, object]]:
+    """(where it stands, value) of each line that is not blank; ValueError for one not JSON."""
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
@@ -53,7 +56,7 @@ def _row(row: object, where: str) -> dict:
     missing = [column for column in ("prompt", "answer") if column not in row]
     if missing:
         raise ValueError(f"{where} lacks {' and '.join(missing)}; it has {', '.join(row)}")
-    made = {"prompt": _messages(row["prompt"], where), "answer": _answer(row["answer"], where)}
+    made = {"prompt": _messages(row["prompt"], where), "answer": answer_text(row["answer"], where)}
     try:
         json.dumps(made, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -78,9 +81,11 @@ def _is_message(message: object) -> bool:
     )
 
 
-def _answer(answer: object, where: str) -> str:
-    """Numbers become text, as they are written."""
-    is_value = isinstance(answer, (str, int, float)) and not isinstance(answer, bool)
+def answer_text(answer: object, where: str) -> str:
+    """An answer as text. Numbers are written out, since no verdict reads 1e-05 or nan."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return format(Decimal(repr(answer)), "f")
+    is_value = isinstance(answer, (str, int)) and not isinstance(answer, bool)
     if is_value and re.search(r"\w", str(answer)):
         return str(answer).strip()
     raise ValueError(f"{where}: the answer must be text or a number, not {answer!r:.80}")

@@ -1,11 +1,13 @@
 """The verdict on programs: run the last ```python block against tests, in a process of its own.
 
 What a test run is kept from: sandbox.py sets limits on CPU time, memory and file size and refuses
-the network, other processes and writes outside its own folder; this side adds a time limit, an
-empty environment, a folder of its own that is deleted afterwards, and, where the machine lets an
-ordinary user have them, a network and a process namespace of its own (`unshare`), so that nothing
-the program started survives it. This stops accidents and lazy cheating. It is no boundary against
-a program that means harm: train on code inside a container.
+the network, other processes and writes outside its own folder, as far as Python announces them
+(PEP 578); this side adds a time limit, an environment without this process's variables, a folder of
+its own that is deleted afterwards, and, where the machine lets an ordinary user have them, a
+network and a process namespace of its own (`unshare`), so that nothing the program started survives
+it. This stops accidents and lazy cheating. It is no boundary against a program that means harm:
+os.mkfifo, sqlite3's ATTACH, dir_fd and C libraries write unannounced wherever this user may, and a
+program can read the tests in its own source. Train on code inside a container.
 
 Tests are one JSON list, every case of which must pass:
 - {"input": str, "output": str}: what the program reads from stdin and what it must print; compared
@@ -13,6 +15,7 @@ Tests are one JSON list, every case of which must pass:
 - {"assert": str}: Python source that runs after the program and must not raise.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -79,7 +82,7 @@ def _is_case(case) -> bool:
 
 def _passes(program: str, case: dict, deadline: float) -> bool:
     if "assert" in case:
-        # The program cannot know the word, so it cannot pass by leaving before the asserts.
+        # Without the word at its end a run did not reach the asserts, or did not pass them.
         word = secrets.token_hex(16)
         source = f"{program}\n{case['assert']}\nprint('\\n{word}')\n"
         output = _run(source, "", "program", deadline)
@@ -94,8 +97,7 @@ def _words(text: str) -> list[list[str]]:
 
 def _run(source: str, stdin: str, name: str, deadline: float) -> str | None:
     """Run `source` with `__name__` == `name`; its output, or None unless it ended well in time."""
-    # It may leave folders that cannot be listed; the verdict does not hang on that.
-    with tempfile.TemporaryDirectory(prefix="qerl-code-", ignore_cleanup_errors=True) as folder:
+    with _folder() as folder:
         inside = Path(folder, "run")
         inside.mkdir()
         (inside / "program.py").write_text(source, encoding="utf-8", errors="replace")
@@ -105,6 +107,18 @@ def _run(source: str, stdin: str, name: str, deadline: float) -> str | None:
             written.seek(0)
             output = written.read(OUTPUT_BYTES).decode(errors="replace")
     return output if code == 0 else None
+
+
+@contextlib.contextmanager
+def _folder():
+    """A temporary folder, removed whatever the program left in it."""
+    folder = tempfile.mkdtemp(prefix="qerl-code-")
+    try:
+        yield folder
+    finally:
+        # By programs: a thousand folders in one another are a RecursionError in shutil.rmtree.
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _start(folder: Path, name: str, stdin, stdout) -> subprocess.Popen:

@@ -8,7 +8,7 @@ a time limit (math_worker.py).
 
 What counts as the same number
 - 1,234 and 1234; $18 and 18; 18.0 and 18; 3/4, \frac{3}{4} and 0.75; 0.333333 and 1/3 (two
-  non-integers may differ by a millionth, which is math-verify's own six digits).
+  non-integers may differ by a millionth, which is math-verify's own six digits); 1e-5 and 0.00001.
 - A unit may be missing on one side ("18 dollars", "5 cm" for 5); two units must agree.
 - % means hundredths: 50% is 50\%, 1/2 and 0.5. Where the other side has no % and is above 1, the %
   may also be the unit that was asked for: 50% is right for 50, but 0.5% is wrong for 0.5.
@@ -16,7 +16,7 @@ What counts as the same number
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
 from .math_worker import judge
@@ -27,7 +27,9 @@ TAIL_CHARACTERS = 20_000
 FORMULA_CHARACTERS = 500
 NUMBER_CHARACTERS = 200
 
+_DASHES = str.maketrans("\u2212\u2013", "--")  # the typographic minus, and what is typed for it
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_DIGITS += r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?"
 _MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _MINUS = r"(?:(?<![\w)\]}])-)?"
 _INTEGER = re.compile(rf"{_MINUS}{_DIGITS}")
@@ -56,15 +58,17 @@ def last_integer_correct(completion: str, answer: str) -> bool:
     """True when the last number written in the completion equals the integer `answer`.
 
     1,234 is one number, -5 is negative, 18.0 counts as 18, 18.5 is no integer and so is wrong.
+    Raises ValueError when `answer` is no number.
     """
-    tail = completion[-2_000:].replace("\u2212", "-")  # the typographic minus
-    numbers = _INTEGER.findall(tail)
-    return bool(numbers) and _decimal(numbers[-1]) == _decimal(answer)
+    numbers = _INTEGER.findall(completion[-2_000:].translate(_DASHES))
+    return bool(numbers) and _decimal(numbers[-1]) == _decimal(answer.translate(_DASHES))
 
 
 def _decimal(text: str) -> Decimal:
-    # Decimal, because int() refuses more than 4300 digits, and a model may write them.
-    return Decimal(text.replace(",", ""))
+    try:  # Decimal, because int() refuses more than 4300 digits, and a model may write them
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation as error:
+        raise ValueError(f"the reference answer {text!r} is not a number") from error
 
 
 def math_correct(completion: str, answer: str) -> bool:
@@ -73,6 +77,7 @@ def math_correct(completion: str, answer: str) -> bool:
     Works from any thread. Returns False when the comparison runs past its time limit. Raises
     ValueError when `answer` is empty, because nothing could ever be right.
     """
+    answer = answer.translate(_DASHES)
     gold = _plain(_boxed(answer) or answer)
     if not gold:
         raise ValueError(f"the reference answer is empty ({answer!r}): remove that row")
@@ -89,12 +94,14 @@ def math_correct(completion: str, answer: str) -> bool:
         mine = _right_hand_side(mine)
         if not re.search(r"[0-9\\]", mine):
             return False  # words; nothing that math-verify could make a number of
+    elif _letters(mine).isalpha() and _letters(gold).isalpha():
+        return False  # math-verify reads ABC as A * B * C, which is CBA
     return max(len(mine), len(gold)) <= FORMULA_CHARACTERS and judge.equal(gold, mine)
 
 
 def final_answer(completion: str) -> str:
     """The final answer as it stands in the last TAIL_CHARACTERS characters, or an empty string."""
-    tail = completion[-TAIL_CHARACTERS:]
+    tail = completion[-TAIL_CHARACTERS:].translate(_DASHES)
     end = tail.rfind("</answer>")
     start = tail.rfind("<answer>", 0, max(end, 0))
     if start >= 0:
@@ -136,7 +143,6 @@ _REWRITES = [
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"(?<!\\)\\ |~|\s+"), " "),
-    (re.compile("[\u2212\u2013]"), "-"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|\u03c0"), r"\\pi "),
     (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)|\u221a\(?([0-9]+)\)?"), r"\\sqrt{\1\2}"),
 ]
@@ -234,4 +240,4 @@ def _same_quantity(mine: _Quantity, gold: _Quantity) -> bool:
 def _same_value(a: Fraction, b: Fraction) -> bool:
     if a.denominator == 1 or b.denominator == 1:
         return a == b
-    return abs(a - b) <= abs(b) / 10**6
+    return abs(a - b) <= max(abs(a), abs(b)) / 10**6

@@ -155,6 +155,8 @@ class Engine:
         if rank == 0:
             return
         manager = self._runner.lora_manager._adapter_manager
+        if adapter is not None:
+            _require_slots(adapter, manager)
         manager.remove_adapter(self._adapter_id)
         self._request = None
         for module in manager.modules.values():
@@ -197,6 +199,22 @@ class Engine:
         return Applied(sigma, math.sqrt(float(squares) / count), len(self._norms))
 
 
+def _require_slots(adapter: Adapter, manager) -> None:
+    """Raise ValueError for a module that the engine lacks: vLLM would leave it out in silence."""
+    slots = {}
+    for name, module in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
+            slots[part] = a.shape[-1], b.shape[-2]
+    absent = sorted(name for name, size in adapter.sizes.items() if slots.get(name) != size)
+    if absent:
+        raise ValueError(
+            f"{len(absent)} of the adapter's {len(adapter.sizes)} modules do not exist in the "
+            f"engine, or have another size there: {', '.join(absent[:4])}. Is the adapter of this "
+            "model, and are its modules in the engine's lora_modules?"
+        )
+
+
 def _build(settings: EngineSettings):
     """vLLM's LLM for these settings."""
     from vllm import LLM
@@ -231,21 +249,24 @@ def _build(settings: EngineSettings):
         additional_config={"qerl_noise": settings.noise},
         enable_sleep_mode=settings.sleep,
         linear_backend=settings.linear_backend or fastest_linear_backend(),
+        kv_cache_dtype="bfloat16",  # as the trainer computes, whatever the checkpoint says
         disable_log_stats=True,
         **lora,
     )
 
 
 def fastest_linear_backend() -> str:
-    """vLLM's name of the W4A16 kernel to use: Humming where it is installed, else vLLM's choice.
+    """vLLM's name of the W4A16 kernel to use: Humming where it is installed, else Marlin.
 
-    vLLM's own choice is Marlin (README, "Hardware"; benchmarks/rollout.py compares them).
+    Both are weight-only. Left to itself, vLLM takes Marlin for a weight-only checkpoint (README,
+    "Hardware"; benchmarks/rollout.py compares them), but for one made for 4-bit activations, on
+    Blackwell, a kernel that rounds the activations too, as the trainer does not.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cuda() and importlib.util.find_spec("humming") is not None:
-        return "humming"
-    return "auto"
+    if not current_platform.is_cuda():
+        return "auto"
+    return "humming" if importlib.util.find_spec("humming") is not None else "marlin"
 
 
 def _clean_gains(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
