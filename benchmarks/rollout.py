@@ -20,7 +20,9 @@ to end beyond --seconds of sampling is skipped, and the table says so.
 
 Starting an engine takes longer than measuring it. With --lock FILE several of these programs share
 a GPU: one measures, the others start. --kv-gib then gives each its cache, in place of a share of
-what is free; --repeats 3 or more keeps the median clear of a neighbour that loads its weights.
+what is free. A neighbour that starts disturbs what is measured all the same (the spread shows it):
+start all engines at once with --start-only first, which fills vLLM's and Humming's caches, and then
+measure without company.
 """
 
 from __future__ import annotations
@@ -328,6 +330,9 @@ def child(job: dict) -> None:
         generate, switch, llm = build(job | {"adapter_folder": folder})
         start_s = time.perf_counter() - started
         weights = weights_gib(llm) if job["device"] == "cuda" else None
+        if job["start_only"]:
+            send(job, {"start_s": start_s, "weights_gib": weights, "note": "started"})
+            return
         prompts = Prompts(SHAPES[job["shape"]]["vocab_size"], job["prompt"])
         with alone(job["lock"]):
             for rank in job["measured"]:
@@ -360,7 +365,7 @@ def measure(args: argparse.Namespace, engine: dict, place: Path):
     names = ("batches", "prompt", "repeats", "seconds", "noise", "gpu_memory", "layers", "device")
     job = engine | {name: getattr(args, name) for name in names}
     job |= {"output": args.output_tokens, "linear_backend": args.linear_backend}
-    job |= {"lock": args.lock, "kv_gib": args.kv_gib}
+    job |= {"lock": args.lock, "kv_gib": args.kv_gib, "start_only": args.start_only}
     precision = PRECISIONS[engine["arm"].removesuffix(STOCK)]
     limit = args.start_seconds + args.seconds * len(engine["measured"]) + GRACE
     try:
@@ -387,6 +392,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--start-seconds", type=float, default=240, help="an engine may take to start (240)")
     add("--gpu-memory", type=float, default=0.85, help="vLLM's share of the GPU's memory (0.85)")
     add("--kv-gib", type=float, help="memory of the KV cache, whatever --gpu-memory says")
+    add("--start-only", action="store_true", help="fill the caches of a first start; no speeds")
     add("--lock", help="file that is locked while measuring, one for each GPU")
     add("--noise", action="store_true", help=f"sample under AQN, sigma {SIGMA}; not the stock arms")
     add("--linear-backend", default="", help="nvfp4: vLLM's name of a kernel (the engine's)")

@@ -28,7 +28,8 @@ printf '\\n' >>"$RECORD"
 
 
 def run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    kept = {k: v for k, v in os.environ.items() if k not in ("MODEL_PATH", "DATASET", "OUTPUT_DIR")}
+    ours = ("METHOD", "MODEL_PATH", "DATASET", "OUTPUT_DIR")
+    kept = {k: v for k, v in os.environ.items() if k not in ours}
     return subprocess.run(
         ["bash", script, *arguments],
         env=kept | environment,
@@ -163,10 +164,13 @@ def test_a_launcher_itself_makes_a_dry_run(smollm2_nvfp4, tmp_path):
     "path", [path for path in LAUNCHERS if "nvfp4" in path.name], ids=lambda path: path.name
 )
 def test_without_its_checkpoint_a_launcher_says_how_to_make_it(tree, path):
-    ended = run(tree / "training" / path.name)
-    assert ended.returncode == 2
     model = re.search("^MODEL=(.*)$", path.read_text(), re.M)[1]
-    assert f"quantize_nvfp4.py --model {model} --output {tree}/models/" in ended.stderr
+    for method in ("rtn", "gptq"):
+        ended = run(tree / "training" / path.name, METHOD=method)
+        assert ended.returncode == 2
+        folder = f"{tree}/models/{Path(model).name}-NVFP4A16-{method}"
+        command = f"quantize_nvfp4.py --model {model} --output {folder} --method {method}\n"
+        assert command in ended.stderr
 
 
 def test_without_an_environment_a_launcher_says_how_to_make_it(tree):

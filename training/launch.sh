@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by the launchers, which set MODEL, PRECISION and SETTINGS first. Not for starting itself.
-# From the environment: MODEL_PATH, DATASET, OUTPUT_DIR. Any qerl.train flag may follow on the
-# command line and wins.
+# From the environment: METHOD of the NVFP4 checkpoint (rtn), MODEL_PATH, DATASET, OUTPUT_DIR. Any
+# qerl.train flag may follow on the command line and wins.
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
@@ -9,7 +9,7 @@ python=$root/.venv/bin/python
 
 # A pair differs in precision and learning rate alone (paper, table of hyper-parameters).
 case $PRECISION in
-  nvfp4) LEARNING_RATE=1e-5 SUFFIX=-NVFP4A16-rtn ;;
+  nvfp4) LEARNING_RATE=1e-5 SUFFIX=-NVFP4A16-${METHOD:-rtn} ;;
   bf16) LEARNING_RATE=5e-6 SUFFIX= ;;
   *) echo "launch.sh: PRECISION is '$PRECISION', expected nvfp4 or bf16" >&2; exit 2 ;;
 esac
@@ -24,7 +24,7 @@ OUTPUT_DIR=${OUTPUT_DIR:-$root/runs/$name-$(basename "$DATASET")}
 if [ "$PRECISION" = nvfp4 ] && [ ! -d "$MODEL_PATH" ]; then
   cat >&2 <<END
 No NVFP4 checkpoint at $MODEL_PATH. Make it once:
-  $python $root/llm-compressor/quantize_nvfp4.py --model $MODEL --output $default
+  $python $root/llm-compressor/quantize_nvfp4.py --model $MODEL --output $default --method ${METHOD:-rtn}
 or give the folder of one you have: MODEL_PATH=folder bash ${0##*/}
 END
   exit 2
