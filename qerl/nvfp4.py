@@ -35,23 +35,24 @@ class Quantized(NamedTuple):
     global_scale: torch.Tensor  # float32 [1], a divisor
 
 
-def quantize(weight_NK: torch.Tensor, global_scale: torch.Tensor | None = None) -> Quantized:
-    """Round a weight to the nearest NVFP4 values.
+def quantize(
+    weight_NK: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> Quantized:
+    """Round a weight to the nearest NVFP4 values under its scales.
 
     weight_NK: floating point [N, K], K a multiple of 16, else ValueError.
     global_scale: float32 [1], shared by layers that an engine fuses; by default 448 * 6 / max|w|.
+    scale: float8_e4m3fn [N, K/16], positive; by default `scale_of` the weight.
     """
     blocks = _blocks(weight_NK)
     if global_scale is None:
         global_scale = global_scale_of(weight_NK)
-    scale = (blocks.abs().amax(-1) / E2M1_MAX * global_scale).clamp(max=E4M3_MAX)
-    scale = scale.to(torch.float8_e4m3fn)
-    # An all-zero block would divide by zero; compressed-tensors gives it E4M3's epsilon too.
-    scale = torch.where(scale.float() == 0, torch.finfo(scale.dtype).eps, scale.float())
-    codes = _encode(blocks / (scale / global_scale)[..., None])
-    return Quantized(
-        _pack(codes.flatten(1)), scale.to(torch.float8_e4m3fn), global_scale.reshape(1)
-    )
+    if scale is None:
+        scale = scale_of(weight_NK, global_scale)
+    codes = _encode(blocks / (scale.float() / global_scale)[..., None])
+    return Quantized(_pack(codes.flatten(1)), scale, global_scale.reshape(1))
 
 
 def dequantize(
@@ -70,6 +71,15 @@ def dequantize(
     values = _pairs(packed.device)[packed.int()].view(rows, -1, BLOCK)
     effective = scale.float() / global_scale
     return (values * effective[..., None]).view(rows, half * 2).to(dtype)
+
+
+def scale_of(weight_NK: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """The scales [N, K/16], float8_e4m3fn, that map each block's largest magnitude to 6."""
+    scale = (_blocks(weight_NK).abs().amax(-1) / E2M1_MAX * global_scale).clamp(max=E4M3_MAX)
+    scale = scale.to(torch.float8_e4m3fn)
+    # An all-zero block would divide by zero; compressed-tensors gives it E4M3's epsilon too.
+    eps = torch.tensor(torch.finfo(scale.dtype).eps, dtype=scale.dtype, device=scale.device)
+    return torch.where(scale.float() == 0, eps, scale)
 
 
 def global_scale_of(*weights_NK: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +17,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from qerl import checkpoint, nvfp4
 
 SCRIPTS = Path(__file__).parent.parent / "llm-compressor"
-
-
-def load(name: str):
-    """A program of llm-compressor/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-quantize_nvfp4 = load("quantize_nvfp4")
-smollm2 = load("smollm2")
+sys.path.insert(0, str(SCRIPTS))
+import calibration  # noqa: E402  programs, in no package
+import quantize_nvfp4  # noqa: E402
+import smollm2  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +44,8 @@ def tiny(tmp_path_factory) -> Path:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    (folder / "LICENSE").write_text("anyone may use it")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     return folder
 
 
@@ -93,6 +88,42 @@ def test_tokenizer_template_and_generation_settings_are_kept(quantized, tiny):
     assert AutoTokenizer.from_pretrained(quantized).chat_template == template
 
 
+def test_the_record_says_how_it_was_made_and_the_licence_travels_along(quantized, tiny):
+    record = json.loads((quantized / "quantization.json").read_text())
+    assert record["method"] == "rtn" and record["model"] == str(tiny)
+    assert record["revision"] is None and record["calibration"] is None
+    assert record["versions"]["torch"] == importlib.metadata.version("torch")
+    assert set(record["weight_error"]) == set(checkpoint.describe(quantized).quantized)
+    assert (quantized / "LICENSE").read_text() == "anyone may use it"
+    assert "license: mit" in (quantized / "README.original.md").read_text()
+
+
+def test_the_revision_of_a_hub_download_is_its_commit(tiny, tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123abc"
+    shutil.copytree(tiny, snapshot)
+    arguments = ["--model", str(snapshot), "--output", str(tmp_path / "out")]
+    plan = quantize_nvfp4.find(quantize_nvfp4.parser().parse_args(arguments))
+    assert plan.revision == "0123abc"
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(quantize_nvfp4, "quantize")
+    output = tmp_path / "out"
+    arguments = ["--model", str(tiny), "--output", str(output), "--dry-run"]
+    assert quantize_nvfp4.main([*arguments, "--method", "gptq", "--calibration", "random"]) == 0
+    said = capsys.readouterr().out
+    for words in (str(tiny), str(output), "gptq", "random", "256", "14 in 4 bits"):
+        assert words in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_worst_layers_are_shown_first(capsys):
+    quantize_nvfp4.print_errors({f"layer{i}": i / 100 for i in range(10)})
+    lines = capsys.readouterr().out.splitlines()
+    assert "mean of 10 layers 0.0450" in lines[0]
+    assert [line.split()[1] for line in lines[1:]] == [f"layer{i}" for i in (9, 8, 7, 6, 5)]
+
+
 def test_the_quantized_model_answers(quantized):
     assert isinstance(quantize_nvfp4.sample(quantized), str)
 
@@ -102,9 +133,9 @@ def test_nothing_is_left_beside_the_folder(quantized):
 
 
 def test_an_unsound_result_is_not_kept(tiny, tmp_path, monkeypatch, capsys):
-    def write_half(source: Path, folder: Path) -> None:
+    def write_half(plan: quantize_nvfp4.Plan, tokens_ST: None, folder: Path) -> None:
         folder.mkdir()
-        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+        (folder / "config.json").write_bytes((plan.source / "config.json").read_bytes())
 
     monkeypatch.setattr(quantize_nvfp4, "quantize", write_half)
     assert quantize_nvfp4.main(["--model", str(tiny), "--output", str(tmp_path / "out")]) == 1
@@ -113,7 +144,7 @@ def test_an_unsound_result_is_not_kept(tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_an_interrupted_run_leaves_nothing(tiny, tmp_path, monkeypatch):
-    def interrupted(source: Path, folder: Path) -> None:
+    def interrupted(plan: quantize_nvfp4.Plan, tokens_ST: None, folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_text("half")
         raise KeyboardInterrupt
@@ -129,7 +160,13 @@ def test_a_users_mistakes_are_told_before_any_weight_is_read(
 ):
     monkeypatch.delattr(quantize_nvfp4, "quantize")
     new = str(tmp_path / "new")
+    good = ["--model", str(tiny), "--output", new]
     mistakes = {
+        "gptq needs --calibration": [*good, "--method", "gptq"],
+        "mse takes no --calibration": [*good, "--method", "mse", "--calibration", "random"],
+        "'nonsense' is not known": [*good, "--method", "awq", "--calibration", "nonsense"],
+        "absent.txt does not exist": [*good, "--method", "awq", "--calibration", "absent.txt"],
+        "samples is 0": [*good, *"--method awq --calibration random --num-samples 0".split()],
         "there is no folder": ["--model", str(tmp_path / "absent"), "--output", new],
         "quantized already": ["--model", str(quantized), "--output", new],
         "is there already": ["--model", str(tiny), "--output", str(quantized)],
@@ -139,10 +176,82 @@ def test_a_users_mistakes_are_told_before_any_weight_is_read(
         assert words in capsys.readouterr().err
 
 
-def test_the_output_is_named_by_model_and_method():
+def test_a_layer_whose_width_has_no_blocks_is_told_before_any_work(tmp_path, capsys):
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=100,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=10,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "odd")
+    arguments = ["--model", str(tmp_path / "odd"), "--output", str(tmp_path / "out")]
+    assert quantize_nvfp4.main(arguments) == 2
+    assert "mlp.down_proj has 100 inputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", quantize_nvfp4.METHODS)
+def test_the_output_is_named_by_model_and_method(method):
     for model in ("Qwen/Qwen2.5-3B-Instruct", "/models/Qwen2.5-3B-Instruct/"):
-        name = quantize_nvfp4.default_output(model)
-        assert name == Path("Qwen2.5-3B-Instruct-NVFP4A16-rtn")
+        name = quantize_nvfp4.default_output(model, method)
+        assert name == Path(f"Qwen2.5-3B-Instruct-NVFP4A16-{method}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+def sequences(file: Path, lines: list, tokenizer, samples: int = 1, length: int = 4, seed: int = 0):
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    wanted = calibration.Calibration(str(file), samples, length, seed)
+    calibration.check(wanted)
+    return calibration.sequences(wanted, tokenizer).tolist()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "w2 w3 w4"},
+        {"messages": [{"role": "user", "content": "w2 w3 w4"}]},
+        {"prompt": "w2 w3", "completion": " w4"},
+        {"prompt": [{"role": "user", "content": "w2 w3 "}], "answer": "w4"},
+    ],
+    ids=lambda row: " ".join(row),
+)
+def test_each_kind_of_row_becomes_its_text_and_an_end(row, tmp_path, tokenizer):
+    assert sequences(tmp_path / "a.jsonl", [row], tokenizer) == [[2, 3, 4, 1]]
+
+
+def test_a_row_of_another_kind_is_told_by_its_line(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="a.jsonl, line 1: expected an object with text"):
+        sequences(tmp_path / "a.jsonl", [{"txt": "w2"}], tokenizer)
+
+
+def test_documents_are_drawn_by_the_seed_and_cut_to_length(tmp_path, tokenizer):
+    rows = [{"text": f"w{i} w{i} w{i}"} for i in range(2, 10)]
+    drawn = [sequences(tmp_path / "a.jsonl", rows, tokenizer, 4, 6, seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert [len(sequence) for sequence in drawn[0]] == [6] * 4
+
+
+def test_too_little_data_is_told_with_what_there_is(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="holds 12 tokens, .* give --num-samples 3"):
+        sequences(tmp_path / "a.jsonl", [{"text": "w2 w3 w4"}] * 3, tokenizer, 8)
+
+
+def test_a_text_file_and_a_data_set_can_be_calibrated_on(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("w2 w3 " * 100)
+    for name in (str(tmp_path / "a.txt"), "arithmetic"):
+        wanted = calibration.Calibration(name, 3, 8, 0)
+        assert calibration.sequences(wanted, tokenizer).shape == (3, 8)
+
+
+def test_random_tokens_come_with_a_warning(tokenizer, capsys):
+    wanted = calibration.Calibration("random", 50, 20, 0)
+    tokens = calibration.sequences(wanted, tokenizer)
+    assert tokens.shape == (50, 20) and set(tokens.flatten().tolist()) == set(range(10))
+    assert "a last resort" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("program", ["quantize_nvfp4", "smollm2"])
