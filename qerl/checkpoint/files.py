@@ -89,7 +89,8 @@ def resolve(name: str | Path) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    wanted += ["*.md", "LICENSE*", "NOTICE*"]  # for the quantized model to carry on
     try:
         return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError, ValueError, httpx.HTTPError) as error:
