@@ -81,13 +81,12 @@ def accuracy(verdicts: list[list[bool]]) -> dict:
 def _evaluate(arguments) -> None:
     """Sample and score every data set with one engine."""
     from qerl import checkpoint
-    from qerl.rollout import require_nf4
 
     names = arguments.dataset.split(",")
     for name in names:
         data.check_name(name, "test")
     if arguments.nf4:
-        require_nf4()
+        checkpoint.require_nf4()
     if not arguments.model:
         raise ValueError("--model is missing: expected a checkpoint folder, or --completions FILE")
     folder = checkpoint.resolve(arguments.model)

@@ -109,10 +109,10 @@ def _check_machine(config: TrainConfig) -> None:
     import torch
     from transformers.integrations import get_available_reporting_integrations
 
-    from qerl.rollout import require_nf4
+    from qerl import checkpoint
 
     if config.precision == "nf4" and not config.dry_run:
-        require_nf4()
+        checkpoint.require_nf4()
     known = ["none", *get_available_reporting_integrations()]
     if config.report_to not in known:
         raise ValueError(f"--report-to {config.report_to}: expected one of {', '.join(known)}")

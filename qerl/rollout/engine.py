@@ -272,15 +272,6 @@ def fastest_linear_backend() -> str:
     return "humming" if importlib.util.find_spec("humming") is not None else "marlin"
 
 
-def require_nf4() -> None:
-    """Raise ValueError where a base cannot be held in NF4."""
-    if not (torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes")):
-        raise ValueError(
-            "NF4 needs an NVIDIA GPU and the package bitsandbytes, which setup_env.sh installs "
-            "where it finds one: use nvfp4 or bf16 here"
-        )
-
-
 def _clean(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor that takes noise, with a copy of it as loaded."""
     from qerl.rollout.worker import noise_tensors
