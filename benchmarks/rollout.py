@@ -3,7 +3,7 @@
     python -m benchmarks.rollout --shapes qwen2.5-7b --arms nvfp4,bf16 --ranks 0,32 --batches 1,64
 
     nvfp4, bf16   qerl.rollout.Engine, as the trainer builds it
-    nf4           the same engine on the bf16 checkpoint, with vLLM's quantization="bitsandbytes"
+    nf4           the same engine on the bf16 checkpoint, held by bitsandbytes in NF4
     NAME-stock    the same weights as vLLM's users have them today: its own choice of linear kernel,
                   its own LoRA kernels, the adapter loaded from a PEFT folder
 
@@ -199,6 +199,7 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
         max_num_seqs=max(job["batches"]),
         lora_rank=job["rank"],
         lora_modules=TARGETS,
+        nf4=job["arm"] == "nf4",
         noise=job["noise"],
         gpu_memory_utilization=job["gpu_memory"],
         linear_backend=job["linear_backend"],
@@ -216,9 +217,9 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
 
 
 def bent_engine(settings, job: dict):
-    """The Engine, asking vLLM for three things that training has no use for.
+    """The Engine, asking vLLM for two things that training has no use for.
 
-    nf4's quantization, CUDA graphs of few sizes, and sampling that goes on past the end of text.
+    CUDA graphs of few sizes, and sampling that goes on past the end of text.
     The Engine takes both names from the module vllm when it calls them; vLLM's own modules need
     them whole while it starts.
     """
@@ -238,8 +239,6 @@ def vllm_options(job: dict) -> dict:
     options = {} if job["device"] == "cpu" else {"compilation_config": sizes}
     if job["kv_gib"]:
         options["kv_cache_memory_bytes"] = int(job["kv_gib"] * GIB)
-    if job["arm"].startswith("nf4"):
-        options["quantization"] = "bitsandbytes"
     return options
 
 
@@ -291,6 +290,7 @@ def vllm_engine(job: dict, lora: dict):
         enforce_eager=job["device"] == "cpu",
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
+        quantization="bitsandbytes" if job["arm"].startswith("nf4") else None,
         **vllm_options(job),
         **lora,
     )

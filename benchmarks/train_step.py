@@ -76,10 +76,9 @@ def load(job: dict):
     """The frozen base model of an arm, on its device."""
     from qerl import policy
 
-    if job["arm"] == "nf4":
-        return load_nf4(job["folder"])
-    model = policy.load(job["folder"], job["device"], use_kernels=job["arm"] == "nvfp4")
-    if job["arm"] == "decompress":
+    arm = job["arm"]
+    model = policy.load(job["folder"], job["device"], use_kernels=arm == "nvfp4", nf4=arm == "nf4")
+    if arm == "decompress":
         from benchmarks.original import decompress_everywhere
 
         decompress_everywhere(model)
@@ -98,23 +97,6 @@ def adapt(job: dict, model):
     return get_peft_model(
         model, LoraConfig(r=job["rank"], lora_alpha=ALPHA, target_modules=targets)
     )
-
-
-def load_nf4(folder: str):
-    """QLoRA's base: NF4 with double quantization, bf16 arithmetic, made from a bf16 checkpoint."""
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": 0}
-    )
-    return model.requires_grad_(False)
 
 
 def model_gib(model, device: str) -> float:

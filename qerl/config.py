@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass
 
 from qerl.correction import MODES as CORRECTIONS
-from qerl.noise import SCHEDULES, Schedule
+from qerl.noise import SCHEDULES, TARGETS, Schedule
 
 LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapter slot that vLLM makes
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
@@ -42,7 +42,11 @@ class TrainConfig:
     model_name: str = _flag("", "checkpoint folder (or hub id) of the base model")
     dataset: str = _flag("gsm8k", "data set name, or a .jsonl or .parquet file")
     output_dir: str = _flag("", "run folder; an unfinished run in it is continued")
-    precision: str = _flag("nvfp4", "kind of weights --model-name must hold", ("nvfp4", "bf16"))
+    precision: str = _flag(
+        "nvfp4",
+        "kind of weights --model-name must hold; nf4: bf16, held by bitsandbytes in NF4 (QLoRA)",
+        ("nvfp4", "bf16", "nf4"),
+    )
     reward: str = _flag("", "your own reward as module:function; empty: the data set's")
     random_state: int = _flag(3407, "seed of the adapter, data order, sampling and noise")
     # How long
@@ -98,6 +102,9 @@ class TrainConfig:
     sigma_start: float = _flag(1e-2, "noise of the first noisy stage")
     sigma_end: float = _flag(1e-4, "noise towards the end")
     num_stages: int = _flag(10, "equal stages of the run; the first has no noise")
+    noise_target: str = _flag(
+        "norm", "where noise goes; linear: also the inputs of o_proj and down_proj", TARGETS
+    )
     noise_schedule: str = _flag("exponential", "how sigma decays over the stages", SCHEDULES)
     # Machine
     gradient_checkpointing: bool = _flag(True, "recompute activations: less memory, more time")

@@ -85,10 +85,12 @@ def _evaluate(arguments) -> None:
     names = arguments.dataset.split(",")
     for name in names:
         data.check_name(name, "test")
+    if arguments.nf4:
+        checkpoint.require_nf4()
     if not arguments.model:
         raise ValueError("--model is missing: expected a checkpoint folder, or --completions FILE")
     folder = checkpoint.resolve(arguments.model)
-    checkpoint.require(folder)
+    checkpoint.require(folder, nvfp4=False if arguments.nf4 else None)
     loaded = _adapter(arguments.adapter) if arguments.adapter else None
     tokenizer = data.tokenizer_of(folder)
     tasks = {name: data.load(name, "test", limit=arguments.limit) for name in names}
@@ -137,6 +139,7 @@ def _engine(arguments, folder, loaded):
     return Engine(
         EngineSettings(
             model=str(folder),
+            nf4=arguments.nf4,
             max_model_len=arguments.max_prompt_length + arguments.max_completion_length,
             max_num_seqs=arguments.max_num_seqs,
             lora_rank=loaded.rank if loaded else 0,
@@ -211,6 +214,7 @@ def _parse(argv):
     parser = argparse.ArgumentParser(prog="python -m qerl.evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", default="", help="checkpoint folder or hub id")
+    add("--nf4", action="store_true", help="hold a bf16 model in NF4, as train --precision nf4")
     add("--adapter", default="", help="PEFT folder, such as <output-dir>/adapter; empty: none")
     add("--dataset", default="gsm8k", help="names separated by commas, or a file")
     add("--samples", type=int, default=1, help="completions for each question")

@@ -1,22 +1,32 @@
 """Adaptive quantization noise (AQN): sigma of each step and the noise vectors, as pure functions.
 
 From the QeRL paper (arXiv 2510.11696, section 3.3): for each RMSNorm that feeds quantized linears
-a Gaussian vector Z ~ N(0, sigma^2), one entry an input channel, is added to the norm's gain while
-completions are sampled; sigma decays over K stages and stage 0 has none. Everything here is a pure
-function of (seed, step, name), so that ranks agree and a resumed run repeats its noise. Writing
-the vectors into an engine's norms is qerl.rollout's business.
+a Gaussian vector Z ~ N(0, sigma^2), one entry an input channel, is added to the norm's gain w while
+completions are sampled; sigma decays over K stages and stage 0 has none. Two targets:
+
+    norm     w + Z: input channel i of q, k, v (or gate, up) is scaled by 1 + Z_i / w_i   (paper)
+    linear   that, and W (x * (1 + Z)) in o_proj and down_proj, which no norm feeds
+
+Everything here is a pure function of (seed, step, name), so that ranks agree and a resumed run
+repeats its noise. Writing the vectors into an engine is qerl.rollout's business. To see them:
+
+    python -m qerl.noise --steps 100                        sigma of every step
+    python -m qerl.noise --steps 100 --step 37 --name model.layers.0.input_layernorm --size 3584
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import math
+import sys
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 SCHEDULES = ("exponential", "released", "linear", "cosine", "logarithmic")
+TARGETS = ("norm", "linear")
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,46 @@ class Noise:
     sigma: float
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        """Z of the norm called `name`: float32 [size] on the CPU, N(0, sigma^2)."""
+        """Z of the norm or linear called `name`: float32 [size] on the CPU, N(0, sigma^2)."""
         key = hashlib.sha256(f"{self.seed}/{self.step}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
         return torch.randn(size, generator=generator) * self.sigma
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the schedule, or a step's sigma and the vector of one name."""
+    parser = argparse.ArgumentParser(prog="python -m qerl.noise", description=main.__doc__)
+    add = parser.add_argument
+    add("--steps", type=int, required=True, help="of the whole run, as its start prints them")
+    add("--step", type=int, help="counted from 1; without it: sigma of every step")
+    add("--name", help="module of the engine's model, such as model.layers.0.input_layernorm")
+    add("--size", type=int, default=2048, help="channels of --name (2048)")
+    add("--random-state", type=int, default=3407, help="of the run (3407)")
+    add("--sigma-start", type=float, default=1e-2, help="(1e-2)")
+    add("--sigma-end", type=float, default=1e-4, help="(1e-4)")
+    add("--num-stages", type=int, default=10, help="(10)")
+    add("--noise-schedule", choices=SCHEDULES, default="exponential", help="(exponential)")
+    args = parser.parse_args(argv)
+    try:
+        print(_told(args))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _told(args: argparse.Namespace) -> str:
+    ends = args.sigma_start, args.sigma_end
+    schedule = Schedule(*ends, args.num_stages, args.steps, args.noise_schedule)
+    if args.step is None:
+        return str(schedule)
+    noise = Noise(args.random_state, args.step, schedule.sigma(args.step))
+    told = f"step {args.step}: sigma {noise.sigma:.6g}"
+    if args.name is None:
+        return told
+    drawn = noise.vector(args.name, args.size)
+    first = " ".join(f"{value:.9g}" for value in drawn[:4].tolist())
+    return f"{told}\n{args.name}: {first} ... std {drawn.std(correction=0):.6g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

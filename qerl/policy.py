@@ -1,7 +1,8 @@
-"""The policy that trains: a base model frozen in NVFP4 (or bf16) with LoRA adapters on it.
+"""The policy that trains: a base model frozen in NVFP4 (or bf16, NF4) with LoRA adapters on it.
 
 The only module that builds PEFT models. qerl.linear computes their layers, over 4-bit weights and
-over bf16 ones alike: a bf16 checkpoint is the control, and differs in the base alone.
+over bf16 ones alike: a bf16 checkpoint is the control, and differs in the base alone. NF4 is the
+QLoRA baseline as its users have it: bitsandbytes' linears under PEFT's own layers for them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     use_kernels: bool = True,
+    nf4: bool = False,
 ) -> nn.Module:
     """The frozen model of an NVFP4 or 16-bit checkpoint folder, on `device`.
 
     16-bit tensors take `dtype`; packed weights and their scales keep their own types (casting an
-    fp8 or fp32 scale to bf16 changes the weights).
+    fp8 or fp32 scale to bf16 changes the weights). nf4: quantize a 16-bit folder on the way.
     """
     found = checkpoint.describe(folder)
     if found.is_nvfp4:
         model = _load_nvfp4(found, device, dtype, use_kernels)
+    elif nf4:
+        model = _load_nf4(folder, device, dtype)
     else:
         from transformers import AutoModelForCausalLM
 
@@ -78,6 +82,25 @@ def score(model: nn.Module, token_ids: list[list[int]]) -> list[list[float]]:
     logps_BTV = logits_BTV.float().log_softmax(-1)
     logps_BT = logps_BTV.gather(2, ids_BT[:, 1:, None])[..., 0]
     return [row[: len(ids) - 1].tolist() for row, ids in zip(logps_BT, token_ids, strict=True)]
+
+
+def _load_nf4(folder, device, dtype) -> nn.Module:
+    """QLoRA's base (arXiv 2305.14314): NF4 in blocks of 64, double quantization, lm_head 16-bit.
+
+    As vLLM's bitsandbytes loader quantizes the same folder for the engine.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    place = torch.empty(0, device=device).device  # with its index, which accelerate compares
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=dtype, device_map={"": place}
+    )
 
 
 def _load_nvfp4(found, device, dtype, use_kernels) -> nn.Module:

@@ -109,6 +109,10 @@ def _check_machine(config: TrainConfig) -> None:
     import torch
     from transformers.integrations import get_available_reporting_integrations
 
+    from qerl import checkpoint
+
+    if config.precision == "nf4" and not config.dry_run:
+        checkpoint.require_nf4()
     known = ["none", *get_available_reporting_integrations()]
     if config.report_to not in known:
         raise ValueError(f"--report-to {config.report_to}: expected one of {', '.join(known)}")
@@ -143,7 +147,8 @@ def _build(config: TrainConfig, plan: Plan, engine):
 
     arguments = training.grpo_config(config, plan.steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = policy.load(plan.folder, device, use_kernels=config.kernels)
+    nf4 = config.precision == "nf4"
+    model = policy.load(plan.folder, device, use_kernels=config.kernels, nf4=nf4)
     model = policy.adapt(model, config.lora_rank, config.lora_alpha, config.random_state)
     if engine is not None:
         _prove(config, plan, engine, model)
@@ -186,7 +191,9 @@ def _engine(config: TrainConfig, plan: Plan):
             max_num_seqs=config.completions_per_step,
             lora_rank=config.lora_rank,
             lora_modules=TARGETS,
+            nf4=config.precision == "nf4",
             noise=config.has_noise,
+            noise_target=config.noise_target,
             gpu_memory_utilization=config.vllm_gpu_memory_utilization,
             seed=config.random_state,
             enforce_eager=config.enforce_eager,

@@ -1,4 +1,5 @@
-"""Every launcher is sound shell, passes flags that exist, and is its partner but for the precision.
+"""Every launcher is sound shell, passes flags that exist, and is its partner but for the precision;
+paper.sh passes the paper's numbers.
 
 A launcher names its interpreter by its own place, so a copy of training/ with another program in
 that place shows what would be run.
@@ -14,6 +15,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from qerl import config, evaluate, train
 
@@ -25,6 +27,35 @@ RECORDER = """#!/bin/sh
 for word in "$@"; do printf '%s\\0' "$word"; done >>"$RECORD"
 printf '\\n' >>"$RECORD"
 """
+
+
+# The paper's table of hyper-parameters (shared/method.md, section 3) by (data, size).
+GSM8K = {
+    **{"loss_type": "grpo", "num_generations": 8, "num_iterations": 4},
+    **{"max_completion_length": 4096, "dataset": "gsm8k", "epsilon_high": 0.2},
+}
+BIGMATH = {
+    **{"loss_type": "dapo", "num_generations": 16, "num_iterations": 1},
+    **{"max_completion_length": 8192, "dataset": "bigmath", "epsilon_high": 0.28},
+}
+PAPER = {
+    ("gsm8k", "3b"): GSM8K | {"vllm_gpu_memory_utilization": 0.20},
+    ("gsm8k", "7b"): GSM8K | {"vllm_gpu_memory_utilization": 0.30},
+    ("bigmath", "7b"): BIGMATH | {"vllm_gpu_memory_utilization": 0.30},
+    ("bigmath", "14b"): BIGMATH | {"vllm_gpu_memory_utilization": 0.45},
+    ("bigmath", "32b"): BIGMATH | {"vllm_gpu_memory_utilization": 0.40, "dataset": "bigmath_hard"},
+}
+EVERYWHERE = {
+    **{"completions_per_step": 128, "lora_rank": 32, "optim": "adamw_8bit", "beta": 0.0},
+    **{"sigma_start": 1e-2, "sigma_end": 5e-4, "num_stages": 10, "noise_schedule": "exponential"},
+    **{"noise_target": "norm", "epsilon": 0.2},
+}
+ARMS = {
+    "aqn": {"precision": "nvfp4", "has_noise": True, "learning_rate": 1e-5},
+    "nvfp4": {"precision": "nvfp4", "has_noise": False, "learning_rate": 1e-5},
+    "bf16": {"precision": "bf16", "has_noise": False, "learning_rate": 5e-6},
+    "nf4": {"precision": "nf4", "has_noise": False, "learning_rate": 1e-5},
+}
 
 
 def run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -188,6 +219,79 @@ def test_launch_sh_refuses_a_precision_that_it_does_not_know(tree):
     )
     ended = run(script)
     assert ended.returncode == 2 and "PRECISION is 'int8'" in ended.stderr
+
+
+# --- the paper's settings
+
+
+@pytest.fixture(scope="module")
+def roomy(smollm2, smollm2_nvfp4, tmp_path_factory) -> dict[bool, Path]:
+    """The two small models (NVFP4 or not) with Qwen2.5's context, which BigMath's lengths need."""
+    made = {}
+    for nvfp4, folder in ((False, smollm2), (True, smollm2_nvfp4)):
+        made[nvfp4] = tmp_path_factory.mktemp("roomy") / folder.name
+        made[nvfp4].mkdir()
+        for file in folder.iterdir():
+            (made[nvfp4] / file.name).symlink_to(file)
+        config_file = made[nvfp4] / "config.json"
+        settings = json.loads(config_file.read_text()) | {"max_position_embeddings": 32768}
+        config_file.unlink()
+        config_file.write_text(json.dumps(settings))
+    return made
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("data", "size"), PAPER)
+def test_the_papers_settings_are_the_papers(tree, data, size, arm):
+    made = config.parse(launched(tree, "paper.sh", data, size, arm))
+    made.check()
+    expected = EVERYWHERE | PAPER[data, size] | ARMS[arm]
+    assert {name: getattr(made, name) for name in expected} == expected
+    assert made.output_dir == str(tree / "runs" / f"paper-{data}-{size}-{arm}")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("data", "size"), PAPER)
+def test_a_dry_run_of_the_papers_settings_passes(tree, roomy, data, size, arm, capsys):
+    environment = {"MODEL_PATH": str(roomy[arm in ("aqn", "nvfp4")]), "DATASET": "arithmetic"}
+    more = ["--dry-run", "--optim", "adamw_torch", "--max-steps", "40"]
+    flags = launched(tree, "paper.sh", data, size, arm, *more, **environment)
+    assert train.main(flags) == 0
+    told = capsys.readouterr().out
+    assert ("sigma of the noise by step: 1-4: 0, 5-8: 0.01, 9-12: 0.00717" in told) == (
+        arm == "aqn"
+    )
+
+
+def test_bf16_with_noise_is_a_flag_away(tree):
+    made = config.parse(launched(tree, "paper.sh", "gsm8k", "3b", "bf16", "--ln"))
+    assert (made.precision, made.has_noise, made.sigma_end) == ("bf16", True, 5e-4)
+
+
+@pytest.mark.parametrize("arm", ["bf16", "nf4"])
+def test_an_arm_without_its_own_checkpoint_starts_from_the_16_bit_model(tree, arm):
+    made = config.parse(launched(tree, "paper.sh", "bigmath", "32b", arm, MODEL_PATH=""))
+    assert made.model_name == "Qwen/Qwen2.5-32B-Instruct"
+
+
+@pytest.mark.parametrize("words", ["", "gsm8k", "gsm8k 14b aqn", "bigmath 3b aqn", "gsm8k 7b int8"])
+def test_what_the_paper_did_not_run_is_refused_with_the_usage(tree, words):
+    ended = run(tree / "training" / "paper.sh", *words.split())
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("bash training/paper.sh gsm8k 3b|7b ARM")
+
+
+def test_nf4_without_a_gpu_or_its_package_is_refused_in_one_line(tree, smollm2, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("NOT TESTED: there is a GPU here")
+    more = ["--optim", "adamw_torch", "--max-steps", "4"]
+    environment = {"MODEL_PATH": str(smollm2), "DATASET": "arithmetic"}
+    flags = launched(tree, "paper.sh", "gsm8k", "3b", "nf4", *more, **environment)
+    assert train.main(flags) == 2
+    assert evaluate.main(["--nf4", "--model", str(smollm2), "--dataset", "arithmetic"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: NF4 needs an NVIDIA GPU and the package") for line in lines)
 
 
 def test_the_quickstart_runs_programs_with_flags_that_they_know(tree):

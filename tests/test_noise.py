@@ -2,10 +2,13 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from qerl import noise
 from qerl.noise import SCHEDULES, Noise, Schedule
 
 # shared/method.md, section 2: 1e-2 -> 1e-4 in ten stages, to three digits
@@ -161,3 +164,32 @@ def test_a_vector_is_gaussian_with_the_asked_for_deviation(sigma):
     assert abs(drawn.mean().item()) < 0.01 * sigma
     within = (drawn.abs() < sigma).float().mean().item()
     assert within == pytest.approx(0.6827, abs=0.005)
+
+
+def test_another_process_draws_the_same_noise_and_the_command_prints_it():
+    name, of = "model.layers.0.mlp.down_proj", "--steps 100 --step 37 --random-state 7 --size 96"
+    told = subprocess.run(
+        [sys.executable, "-m", "qerl.noise", *of.split(), "--name", name],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    sigma = schedule().sigma(37)
+    drawn = Noise(7, 37, sigma).vector(name, 96)
+    assert told[0] == f"step 37: sigma {sigma:.6g}"
+    values, std = told[1].removeprefix(f"{name}: ").split(" ... std ")
+    assert torch.equal(torch.tensor([float(v) for v in values.split()]), drawn[:4])  # to the bit
+    assert float(std) == pytest.approx(drawn.std(correction=0).item(), rel=1e-5)
+
+
+def test_without_a_step_the_command_prints_the_schedule(capsys):
+    noise.main("--steps 25 --sigma-end 5e-4 --num-stages 5 --noise-schedule released".split())
+    made = schedule(num_stages=5, steps=25, kind="released", end=5e-4)
+    assert capsys.readouterr().out == f"{made}\n"
+
+
+@pytest.mark.parametrize("flags", ["--steps 0", "--steps 9 --step 0", "--steps 9 --sigma-end 1"])
+def test_the_command_refuses_what_is_no_schedule(flags, capsys):
+    with pytest.raises(SystemExit) as ended:
+        noise.main(flags.split())
+    assert ended.value.code == 2 and "error: " in capsys.readouterr().err

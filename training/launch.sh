@@ -11,11 +11,12 @@ python=$root/.venv/bin/python
 case $PRECISION in
   nvfp4) LEARNING_RATE=1e-5 SUFFIX=-NVFP4A16-${METHOD:-rtn} ;;
   bf16) LEARNING_RATE=5e-6 SUFFIX= ;;
-  *) echo "launch.sh: PRECISION is '$PRECISION', expected nvfp4 or bf16" >&2; exit 2 ;;
+  nf4) LEARNING_RATE=1e-5 SUFFIX=-NF4 ;;
+  *) echo "launch.sh: PRECISION is '$PRECISION', expected nvfp4, bf16 or nf4" >&2; exit 2 ;;
 esac
 
 name=$(basename "$MODEL")$SUFFIX
-if [ "$PRECISION" = bf16 ]; then default=$MODEL; else default=$root/models/$name; fi
+if [ "$PRECISION" = nvfp4 ]; then default=$root/models/$name; else default=$MODEL; fi
 MODEL_PATH=${MODEL_PATH:-$default}
 DATASET=${DATASET:-gsm8k}
 OUTPUT_DIR=${OUTPUT_DIR:-$root/runs/$name-$(basename "$DATASET")}
@@ -25,7 +26,7 @@ if [ "$PRECISION" = nvfp4 ] && [ ! -d "$MODEL_PATH" ]; then
   cat >&2 <<END
 No NVFP4 checkpoint at $MODEL_PATH. Make it once:
   $python $root/llm-compressor/quantize_nvfp4.py --model $MODEL --output $default --method ${METHOD:-rtn}
-or give the folder of one you have: MODEL_PATH=folder bash ${0##*/}
+or name the folder of one you have in the environment: MODEL_PATH=folder
 END
   exit 2
 fi

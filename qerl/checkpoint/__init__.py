@@ -6,7 +6,16 @@ new folder appear once it is sound. Choosing its numbers is llm-compressor's bus
 mean is qerl.nvfp4's.
 """
 
-from qerl.checkpoint.files import Checkpoint, Header, Problem, describe, require, resolve, tensors
+from qerl.checkpoint.files import (
+    Checkpoint,
+    Header,
+    Problem,
+    describe,
+    require,
+    require_nf4,
+    resolve,
+    tensors,
+)
 from qerl.checkpoint.problems import fused, problems
 from qerl.checkpoint.whole import write
 
@@ -18,6 +27,7 @@ __all__ = [
     "fused",
     "problems",
     "require",
+    "require_nf4",
     "resolve",
     "tensors",
     "write",

@@ -12,6 +12,7 @@ data but `tensors`; whether the tensors make sense is qerl.checkpoint.problems' 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -133,6 +134,17 @@ def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
         said = "made for 4-bit activations too (W4A4): used as weight-only, activations in 16 bits"
         print(f"{folder}: {said}", file=sys.stderr)
     return found
+
+
+def require_nf4() -> None:
+    """Raise ValueError where this machine cannot hold a 16-bit checkpoint in bitsandbytes' NF4."""
+    import torch
+
+    if not (torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes")):
+        raise ValueError(
+            "NF4 needs an NVIDIA GPU and the package bitsandbytes, which setup_env.sh installs "
+            "where it finds one: use nvfp4 or bf16 here"
+        )
 
 
 def tensors(

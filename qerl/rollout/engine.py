@@ -1,7 +1,7 @@
 """The engine: vLLM in this process samples from base + adapter + noise, and scores tokens.
 
 The base is read once and never touched again. Each sync hands over the adapter as tensors under a
-new id, frees the old one, writes the norms as clean gain + noise and drops the prefix cache, so
+new id, frees the old one, writes clean + noise wherever noise goes and drops the prefix cache, so
 that nothing of an earlier policy is left. It is not a trainer and holds no optimizer state.
 """
 
@@ -37,7 +37,9 @@ class EngineSettings:
     max_num_seqs: int = 64  # sequences sampled at once
     lora_rank: int = 0  # 0: no adapter
     lora_modules: tuple[str, ...] = ()  # last part of the adapted modules' names
+    nf4: bool = False  # hold a 16-bit checkpoint in bitsandbytes' NF4, as QLoRA does; GPU only
     noise: bool = False  # whether syncs may carry noise
+    noise_target: str = "norm"  # what it is added to, of qerl.noise.TARGETS
     gpu_memory_utilization: float = 0.3  # share of the device's memory, KV cache included
     seed: int = 0
     enforce_eager: bool = False  # no CUDA graphs
@@ -68,8 +70,8 @@ class Applied:
     """What a sync really wrote."""
 
     sigma: float
-    noise_std: float  # root mean square of (gain - clean gain) over all norms written
-    noise_modules: int  # norms written; 0 without noise
+    noise_std: float  # root mean square of (written - clean) over all norms and linears written
+    noise_modules: int  # norms and linears written; 0 without noise
 
 
 class Engine:
@@ -80,7 +82,7 @@ class Engine:
         self.llm = _build(settings)
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self._runner = worker.model_runner
-        self._norms = _clean_gains(self._runner.model) if settings.noise else {}
+        self._clean = _clean(self._runner.model) if settings.noise else {}
         self._adapter_id = 0
         self._request = None
         self._asleep = False
@@ -182,21 +184,21 @@ class Engine:
         )
 
     def _write_noise(self, noise: Noise | None) -> Applied:
-        """Write clean gain + Z into every noisy norm and measure what arrived."""
-        if noise is not None and noise.sigma > 0 and not self._norms:
+        """Write clean + Z into every tensor that takes noise and measure what arrived."""
+        if noise is not None and noise.sigma > 0 and not self._clean:
             raise ValueError("noise for an engine that was built with noise=False")
         sigma = noise.sigma if noise is not None else 0.0
         squares, count = 0.0, 0
-        for name, (norm, clean) in self._norms.items():
+        for name, (written, clean) in self._clean.items():
             wanted = clean
             if sigma > 0:
                 wanted = clean + noise.vector(name, clean.numel()).to(clean.device)
-            norm.weight.data.copy_(wanted)
-            squares += (norm.weight.data.double() - clean.double()).square().sum()
+            written.copy_(wanted)
+            squares += (written.double() - clean.double()).square().sum()
             count += clean.numel()
         if sigma == 0:
             return Applied(0.0, math.sqrt(float(squares) / max(count, 1)), 0)
-        return Applied(sigma, math.sqrt(float(squares) / count), len(self._norms))
+        return Applied(sigma, math.sqrt(float(squares) / count), len(self._clean))
 
 
 def _require_slots(adapter: Adapter, manager) -> None:
@@ -246,8 +248,9 @@ def _build(settings: EngineSettings):
         # The probability a token was drawn with: after the temperature (and top-p, top-k).
         logprobs_mode="processed_logprobs",
         worker_cls="qerl.rollout.worker.QeRLWorker",
-        additional_config={"qerl_noise": settings.noise},
+        additional_config={"qerl_noise": settings.noise_target if settings.noise else ""},
         enable_sleep_mode=settings.sleep,
+        quantization="bitsandbytes" if settings.nf4 else None,
         linear_backend=settings.linear_backend or fastest_linear_backend(),
         kv_cache_dtype="bfloat16",  # as the trainer computes, whatever the checkpoint says
         disable_log_stats=True,
@@ -269,13 +272,11 @@ def fastest_linear_backend() -> str:
     return "humming" if importlib.util.find_spec("humming") is not None else "marlin"
 
 
-def _clean_gains(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
-    """Each noisy norm with a float32 copy of its gain as loaded."""
-    from qerl.rollout.worker import noisy_norms
+def _clean(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor that takes noise, with a copy of it as loaded."""
+    from qerl.rollout.worker import noise_tensors
 
-    return {
-        name: (norm, norm.weight.data.float().clone()) for name, norm in noisy_norms(model).items()
-    }
+    return {name: (tensor, tensor.clone()) for name, tensor in noise_tensors(model).items()}
 
 
 def _request(adapter_id: int):

@@ -1,8 +1,9 @@
-"""Our vLLM worker, named by `worker_cls`: float32 gains, joined adapters, a sleep of its own.
+"""Our vLLM worker, named by `worker_cls`: places for noise, joined adapters, a sleep of its own.
 
 AQN adds noise as small as 1e-4 to gains near 1, which bf16 would round away (its spacing there is
-0.004 to 0.008). The gains are widened right after loading, before the model is compiled or its
-CUDA graphs are captured, so that later writes go to the very tensors the graphs read.
+0.004 to 0.008): the gains are widened to float32, and a linear that no norm feeds gets a float32
+factor for its input (NoisyLinear). All of it right after loading, before the model is compiled or
+its CUDA graphs are captured, so that later writes go to the very tensors the graphs read.
 
 vLLM's own sleep moves the weights to the host and back; between rollouts only the KV cache is in
 the trainer's way. Ours leaves the weights and the adapter's slot where they are, so that there is
@@ -23,6 +24,38 @@ else:
 
 # Each norm and the projection that it feeds, as vLLM fuses them, inside one decoder layer.
 FEEDS = {"input_layernorm": "self_attn.qkv_proj", "post_attention_layernorm": "mlp.gate_up_proj"}
+HASH = 0x9E3779B1 - 2**32  # odd, 2**32 / golden ratio (Knuth's multiplicative hash), as int32
+UNFED = ("self_attn.o_proj", "mlp.down_proj")  # the quantized linears that no norm feeds
+
+
+class NoisyLinear(torch.nn.Module):
+    """W (x * (1 + Z)), of vLLM's linear (or its LoRA layer) W."""
+
+    def __init__(self, linear: torch.nn.Module):
+        super().__init__()
+        base = getattr(linear, "base_layer", linear)
+        self.linear = linear
+        size, device = base.input_size_per_partition, next(base.parameters()).device
+        self.scale_K = torch.nn.Buffer(torch.ones(size, device=device))  # 1 + Z, float32
+
+    def forward(self, x: torch.Tensor):
+        return self.linear(scaled(x, self.scale_K))
+
+
+def scaled(x: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
+    """x [..., K] in bf16 times scale_K in float32, rounded to bf16 at random: right on average.
+
+    Rounded to nearest, x * (1 + Z) would be x again in every token wherever |Z| is below 0.002,
+    since x is on bf16's grid already. (A norm rounds once, from float32, so that a small Z shows
+    there in some tokens and not in others.) The chance comes from a hash of x and its neighbour: a
+    text scored twice gets the same. Where scale_K is 1 the result is x to the bit, also when the
+    compiler fuses this with what made x and skips the rounding between.
+    """
+    bits = x.view(torch.int16).int()
+    drawn = (bits & 0xFFFF | bits.roll(1, -1) << 16) * HASH >> 16 & 0xFFFF
+    exact = (x * scale_K).view(torch.int32)  # bf16 is its upper half: adding may carry into it
+    rounded = (exact + drawn & ~0xFFFF).view(torch.float32).to(x.dtype)
+    return torch.where(scale_K == 1, x, rounded)
 
 
 def noisy_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -48,15 +81,38 @@ def noisy_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return norms
 
 
+def make_room(model: torch.nn.Module, target: str) -> None:
+    """Give the model float32 gains and, for the target "linear", NoisyLinears.
+
+    Raises ValueError when a layer lacks one of the norms or linears.
+    """
+    norms = noisy_norms(model)
+    for norm in norms.values():
+        norm.weight = torch.nn.Parameter(norm.weight.data.float(), requires_grad=False)
+    if target == "norm":
+        return
+    for layer in {name.rpartition(".")[0]: None for name in norms}:
+        for parent, _, child in (f"{layer}.{name}".rpartition(".") for name in UNFED):
+            block = model.get_submodule(parent)
+            if not hasattr(block, child):
+                raise ValueError(f"{parent} has no {child}: use --noise-target norm")
+            setattr(block, child, NoisyLinear(getattr(block, child)))
+
+
+def noise_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What noise is added to, after make_room, by the name that it is drawn for: float32 [K]."""
+    found = {name: norm.weight.data for name, norm in noisy_norms(model).items()}
+    linears = {n: m.scale_K for n, m in model.named_modules() if isinstance(m, NoisyLinear)}
+    return found | linears
+
+
 class QeRLWorker(_Worker):
     """vLLM's worker with loading and sleep changed (see the module docstring)."""
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
-        if self.vllm_config.additional_config["qerl_noise"]:
-            for norm in noisy_norms(self.model_runner.model).values():
-                gain = norm.weight
-                norm.weight = torch.nn.Parameter(gain.data.float(), requires_grad=False)
+        if target := self.vllm_config.additional_config["qerl_noise"]:
+            make_room(self.model_runner.model, target)
         if self.vllm_config.lora_config is not None:
             join_shrinks(self.model_runner.lora_manager._adapter_manager.modules.values())
 
