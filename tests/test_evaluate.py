@@ -298,7 +298,7 @@ def test_an_adapter_is_applied_and_the_report_says_how_much_it_changes(
 def test_a_trained_adapter_is_told_from_the_base_question_by_question(
     shared, adapters, smollm2_nvfp4, tmp_path, capsys
 ):
-    more = ["--limit", "25", "--max-completion-length", "16"]
+    more = "--limit 25 --samples 1 --temperature 0 --max-completion-length 16".split()
     base = run(smollm2_nvfp4, tmp_path / "base.json", *more)
     shared.sync(None)
     run(smollm2_nvfp4, tmp_path / "other.json", *more, "--adapter", adapters["trained"])
@@ -306,8 +306,8 @@ def test_a_trained_adapter_is_told_from_the_base_question_by_question(
     files = [str(tmp_path / name) for name in ("base.json", "other.json")]
     assert compare.main([*files, "--output", str(tmp_path / "compare.json")]) == 0
     found = json.loads((tmp_path / "compare.json").read_text())["datasets"]["arithmetic"]["pass@1"]
-    assert found[files[0]]["mean"] == base["datasets"]["arithmetic"]["accuracy"]
-    assert found[files[1]]["difference"] != 0
+    assert found[files[0]]["mean"] == base["datasets"]["arithmetic"]["accuracy"] > 0
+    assert found[files[1]]["difference_error"] > 0  # some question was answered otherwise
     assert "difference" in capsys.readouterr().out
 
 
