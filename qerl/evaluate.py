@@ -1,18 +1,21 @@
 """`python -m qerl.evaluate`: accuracy of a model, with or without an adapter, on data sets.
 
 Prompts and verdicts are the training's own (qerl.data): one template a data set. Sampling is the
-engine's, without noise. `--completions` scores existing text and loads no model.
+engine's, without noise. `--completions` scores existing text and loads no model. The JSON keeps
+every question's own values, which `python -m qerl.compare` pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
 import os
 import sys
 from pathlib import Path
 
-from qerl import data, run_folder
+from qerl import data, rewards, run_folder, statistics
 from qerl.config import LORA_SLOTS, kebab
 
 
@@ -52,30 +55,74 @@ def _publish(arguments, report: dict, name: str, result: dict) -> None:
     report["datasets"][name] = result
     if arguments.output:
         run_folder.write_json(arguments.output, report)
+    said = ", ".join(f"{key} {_percent(value)}" for key, value in result["metrics"].items())
     print(
-        f"{name}: accuracy {100 * result['accuracy']:.1f}% +- "
-        f"{100 * result['standard_error']:.1f} ({result['questions']} questions x "
-        f"{result['samples']} samples)",
+        f"{name}: {said} ({result['questions']} questions x {result['samples']} samples)",
         flush=True,
     )
 
 
-def accuracy(verdicts: list[list[bool]]) -> dict:
-    """Mean over questions of each one's share of right samples, and its standard error.
+def _percent(metric: dict) -> str:
+    """ "61.2% +- 1.3" of a metric's mean and standard error."""
+    mean, error = metric["mean"], metric["standard_error"]
+    return f"{100 * mean:.1f}%" + ("" if error is None else f" +- {100 * error:.1f}")
 
-    verdicts: a list of samples for each question. The error is clustered by question: samples of
-    one question are not independent (Miller 2024, arXiv 2411.00640, equation 4).
+
+def summary(
+    rows: list[dict], verdicts: list[list[bool]], majorities: list[float | None] | None = None
+) -> dict:
+    """The metrics of a data set, each with its clustered error, and every question's own values.
+
+    rows: what the questions are told apart by; verdicts: a list of k samples for each question;
+    majorities: what each question's majority is worth (statistics.majority), None where answers
+    cannot be compared. accuracy is pass@1, the mean over questions of the share of right samples.
     """
-    means = [sum(row) / len(row) for row in verdicts]
-    mean = sum(means) / len(means)
-    spread = sum((value - mean) ** 2 for value in means)
-    error = math.sqrt(spread / (len(means) - 1) / len(means)) if len(means) > 1 else 0.0
-    return {
-        "accuracy": mean,
-        "standard_error": error,
-        "questions": len(means),
-        "samples": len(verdicts[0]),
+    samples = len(verdicts[0])
+    values = {
+        f"pass@{k}": [statistics.pass_at_k(samples, sum(row), k) for row in verdicts]
+        for k in _ks(samples)
     }
+    if samples > 1 and majorities and None not in majorities:
+        values[f"majority@{samples}"] = majorities
+    pairs = {name: statistics.mean_and_error(each) for name, each in values.items()}
+    ids = [_question_id(number, row) for number, row in enumerate(rows)]
+    return {
+        "accuracy": pairs["pass@1"][0],
+        "standard_error": pairs["pass@1"][1],
+        "questions": len(rows),
+        "samples": samples,
+        "metrics": {n: {"mean": mean, "standard_error": e} for n, (mean, e) in pairs.items()},
+        "by_question": {"id": ids} | values,
+    }
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, .. and `samples` itself."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})
+
+
+def _question_id(number: int, row: dict) -> str:
+    """The same in every evaluation of the same question at the same place of the same data."""
+    text = json.dumps([number, row], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def majority(correct, texts: list[str], verdicts: list[bool]) -> float | None:
+    """What the majority of one question's completions is worth, by the verdict's own equality.
+
+    A completion that states no answer has no vote. None for a verdict on programs: which of them
+    are the same is not known.
+    """
+    stated = rewards.STATED.get(correct)
+    if stated is None:
+        return None
+    answers = [stated(text) for text in texts]
+
+    def same(i: int, j: int) -> bool:
+        return answers[i] == answers[j] or correct(texts[i], answers[j])
+
+    groups = statistics.grouped([i for i, answer in enumerate(answers) if answer], same)
+    return statistics.majority([[verdicts[i] for i in group] for group in groups])
 
 
 def _evaluate(arguments) -> None:
@@ -153,20 +200,25 @@ def _engine(arguments, folder, loaded):
 def _sync(engine, loaded, tokens) -> float | None:
     """Apply the adapter; the mean |change| it makes to log-probabilities of the prompts `tokens`.
 
-    Raises ValueError when there is none: an adapter that is not applied must not pass for one.
+    Raises ValueError when it is no more than the same model differs from itself: an adapter that
+    is not applied must not pass for one.
     """
     if loaded is None:
         return None
-    before = engine.score(tokens)
+    before, again = engine.score(tokens), engine.score(tokens)
     engine.sync(loaded)
-    after = engine.score(tokens)
-    changes = [
-        abs(a - b) for x, y in zip(after, before, strict=True) for a, b in zip(x, y, strict=True)
-    ]
-    change = sum(changes) / len(changes)
-    if change == 0:
-        raise ValueError("the adapter changes no log-probability: is it an untrained one?")
+    change, noise = _distance(before, engine.score(tokens)), _distance(before, again)
+    if change <= noise:
+        raise ValueError(
+            f"the adapter changes no log-probability (by {change:.2g} on average, and scoring "
+            f"twice without it by {noise:.2g}): is it an untrained one?"
+        )
     return change
+
+
+def _distance(a: list[list[float]], b: list[list[float]]) -> float:
+    pairs = [pair for x, y in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
+    return sum(abs(x - y) for x, y in pairs) / len(pairs)
 
 
 def _run_task(engine, tokenizer, task, prompts, arguments) -> dict:
@@ -175,13 +227,16 @@ def _run_task(engine, tokenizer, task, prompts, arguments) -> dict:
     repeated = [ids for ids in prompts for _ in range(arguments.samples)]
     sampling = Sampling(arguments.max_completion_length, arguments.temperature, arguments.top_p)
     drawn = engine.generate(repeated, sampling, seed=arguments.seed)
-    texts = tokenizer.batch_decode([c.token_ids for c in drawn], skip_special_tokens=True)
-    answers = [row["answer"] for row in task.rows for _ in range(arguments.samples)]
-    flat = [task.correct(text, answer) for text, answer in zip(texts, answers, strict=True)]
-    rows = [flat[i : i + arguments.samples] for i in range(0, len(flat), arguments.samples)]
+    flat = tokenizer.batch_decode([c.token_ids for c in drawn], skip_special_tokens=True)
+    k = arguments.samples
+    texts = [flat[i : i + k] for i in range(0, len(flat), k)]
+    asked = list(zip(texts, task.rows, strict=True))
+    verdicts = [[task.correct(text, row["answer"]) for text in said] for said, row in asked]
+    pairs = zip(texts, verdicts, strict=True)
+    majorities = [majority(task.correct, *pair) for pair in pairs] if k > 1 else None
     lengths = [len(completion.token_ids) for completion in drawn]
     finished = sum(completion.finished for completion in drawn) / len(drawn)
-    return accuracy(rows) | {
+    return summary(task.rows, verdicts, majorities) | {
         "completion_length": sum(lengths) / len(lengths),
         "truncated_fraction": 1 - finished,
     }
@@ -194,7 +249,8 @@ def _score_file(arguments) -> None:
     correct = data.verdict(arguments.dataset)
     verdicts = [bool(correct(completion, answer)) for completion, answer in rows]
     report = {"completions": arguments.completions, "verdicts": verdicts, "datasets": {}}
-    _publish(arguments, report, arguments.dataset, accuracy([[verdict] for verdict in verdicts]))
+    asked = [{"answer": answer} for _, answer in rows]
+    _publish(arguments, report, arguments.dataset, summary(asked, [[right] for right in verdicts]))
 
 
 def _read_completions(path: Path) -> list[tuple[str, str]]:

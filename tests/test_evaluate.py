@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl import adapter, data, evaluate, policy
+from qerl import adapter, compare, data, evaluate, policy, rewards
 
 # --- numbers
+
+
+def summary(verdicts, majorities=None) -> dict:
+    return evaluate.summary([{"prompt": "?"}] * len(verdicts), verdicts, majorities)
 
 
 @pytest.mark.parametrize(
@@ -23,22 +27,70 @@ from qerl import adapter, data, evaluate, policy
         ([[True, False], [True, False]], 0.5, 0.0),  # every question alike
         ([[True], [True], [False], [False]], 0.5, math.sqrt(1 / 3) / 2),
         ([[True, True, False, False], [True] * 4, [False] * 4], 0.5, 0.5 / math.sqrt(3)),
-        ([[True, False]], 0.5, 0.0),  # one question: no spread to measure
+        ([[True, False]], 0.5, None),  # one question: no spread to measure
         ([[False]] * 3, 0.0, 0.0),
     ],
 )
 def test_accuracy_and_its_clustered_error_are_those_worked_out_by_hand(verdicts, mean, error):
-    found = evaluate.accuracy(verdicts)
+    found = summary(verdicts)
     assert found["accuracy"] == pytest.approx(mean)
     assert found["standard_error"] == pytest.approx(error)
     assert (found["questions"], found["samples"]) == (len(verdicts), len(verdicts[0]))
+    assert found["metrics"]["pass@1"] == {
+        "mean": found["accuracy"],
+        "standard_error": found["standard_error"],
+    }
 
 
 def test_samples_of_one_question_do_not_count_as_questions():
     """Two questions asked a thousand times are still two."""
     few, many = ([[True] * n, [False] * n] for n in (1, 1000))
-    error = evaluate.accuracy(few)["standard_error"]
-    assert evaluate.accuracy(many)["standard_error"] == error == 0.5
+    assert summary(many)["standard_error"] == summary(few)["standard_error"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("samples", "names"),
+    [
+        (1, ["pass@1"]),
+        (2, ["pass@1", "pass@2", "majority@2"]),
+        (6, ["pass@1", "pass@2", "pass@4", "pass@6", "majority@6"]),
+        (8, ["pass@1", "pass@2", "pass@4", "pass@8", "majority@8"]),
+    ],
+)
+def test_every_metric_has_a_value_a_question(samples, names):
+    found = summary([[True] * samples, [False] * samples], [1.0, 0.0])
+    assert list(found["metrics"]) == names
+    assert list(found["by_question"]) == ["id", *names]
+    assert all(values == [1.0, 0.0] for values in list(found["by_question"].values())[1:])
+    assert len(set(found["by_question"]["id"])) == 2  # though both ask "?"
+
+
+VOTES = [  # of math_correct, the right answer being 3/4
+    (["\\boxed{3/4}", "\\boxed{0.75}", "\\boxed{4/3}"], 1.0),  # two forms, one answer
+    (["\\boxed{3/4}", "\\boxed{4/3}", "\\boxed{\\frac{8}{6}}"], 0.0),
+    (["\\boxed{3/4}", "\\boxed{4/3}"], 0.5),  # a tie
+    (["\\boxed{3/4}", "\\boxed{4/3}", "\\boxed{x+1}", "\\boxed{1+x}"], 0.0),
+    (["\\boxed{3/4}", "no idea", "none", "\\boxed{}", "$$"], 1.0),  # no answer, no vote
+    (["no idea", ""], 0.0),
+]
+
+
+@pytest.mark.parametrize(("texts", "worth"), VOTES)
+def test_samples_vote_by_the_equality_of_the_verdict(texts, worth):
+    correct = data.verdict("math500")
+    verdicts = [correct(text, "\\frac{3}{4}") for text in texts]
+    assert evaluate.majority(correct, texts, verdicts) == worth
+
+
+def test_integers_vote_by_their_value_and_programs_do_not_vote():
+    correct = data.verdict("arithmetic")
+    assert evaluate.majority(correct, ["18.0", "It is 018!", "19"], [True, True, False]) == 1.0
+    assert evaluate.majority(data.verdict("code"), ["a", "b"], [True, False]) is None
+
+
+@pytest.mark.parametrize("name", data.names())
+def test_every_verdict_but_that_on_programs_says_which_answer_it_read(name):
+    assert (data.verdict(name) in rewards.STATED) == (name != "code")
 
 
 # --- verdicts on given text
@@ -60,7 +112,7 @@ def test_given_completions_get_the_verdicts_of_the_data_set_in_their_order(tmp_p
     assert report["verdicts"] == [verdict(text, "18") for text in said]
     assert report["verdicts"][:2] == [True, False] and report["verdicts"][3] is False
     assert report["datasets"]["gsm8k"]["accuracy"] == sum(report["verdicts"]) / 4
-    assert "gsm8k: accuracy" in capsys.readouterr().out
+    assert "gsm8k: pass@1 50.0% +- 28.9 (4 questions x 1 samples)" in capsys.readouterr().out
 
 
 def test_a_line_ends_at_its_line_feed_alone_and_blank_ones_are_passed_over(tmp_path):
@@ -243,6 +295,23 @@ def test_an_adapter_is_applied_and_the_report_says_how_much_it_changes(
 
 
 @pytest.mark.slow
+def test_a_trained_adapter_is_told_from_the_base_question_by_question(
+    shared, adapters, smollm2_nvfp4, tmp_path, capsys
+):
+    more = "--limit 25 --samples 1 --temperature 0 --max-completion-length 16".split()
+    base = run(smollm2_nvfp4, tmp_path / "base.json", *more)
+    shared.sync(None)
+    run(smollm2_nvfp4, tmp_path / "other.json", *more, "--adapter", adapters["trained"])
+    capsys.readouterr()
+    files = [str(tmp_path / name) for name in ("base.json", "other.json")]
+    assert compare.main([*files, "--output", str(tmp_path / "compare.json")]) == 0
+    found = json.loads((tmp_path / "compare.json").read_text())["datasets"]["arithmetic"]["pass@1"]
+    assert found[files[0]]["mean"] == base["datasets"]["arithmetic"]["accuracy"] > 0
+    assert found[files[1]]["difference_error"] > 0  # some question was answered otherwise
+    assert "difference" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_an_untrained_adapter_does_not_pass_for_one(
     shared, adapters, smollm2_nvfp4, tmp_path, capsys
 ):
@@ -289,7 +358,8 @@ def test_the_verdict_is_that_of_the_text_that_was_sampled(shared, tokenizer):
     )
     prompts = evaluate._prompts(tokenizer, asked, arguments)
     result = evaluate._run_task(shared, tokenizer, asked, prompts, arguments)
-    assert (result["accuracy"], len(seen)) == (1.0, 8)
+    assert (result["accuracy"], result["metrics"].keys()) == (1.0, {"pass@1", "pass@2"})
+    assert len(seen) == 8
     assert [answer for _, answer in seen[::2]] == [row["answer"] for row in task.rows]
     assert [answer for _, answer in seen[1::2]] == [row["answer"] for row in task.rows]
     assert all(text and "<|im_end|>" not in text for text, _ in seen)

@@ -13,10 +13,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qerl"
 LAYERS = {
-    1: ("config run_folder rewards nvfp4 noise adapter correction kernels _compat".split()),
+    1: (
+        "config run_folder rewards statistics nvfp4 noise adapter correction kernels "
+        "_compat".split()
+    ),
     2: ("checkpoint", "data", "linear", "policy", "rollout"),
     3: ("parity", "trainer"),
-    4: ("train", "evaluate", "check", "report"),
+    4: ("train", "evaluate", "compare", "check", "report"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # The only modules that may import a library.

@@ -1,7 +1,8 @@
 """Rewards: text in, verdict or float out.
 
 A verdict is a function `correct(completion, answer) -> bool`. Training and evaluation use the same
-one; `as_reward` gives it the signature that TRL calls. This package reads text only: it knows no
+one; `as_reward` gives it the signature that TRL calls, and STATED names the function that reads
+the answer a completion states, so that samples can vote. This package reads text only: it knows no
 tokenizer, no data set and no tensor. math.py holds the verdicts on numbers and formulas, code.py
 the verdict on programs; the two programs that run as child processes are math_worker.py and
 sandbox.py.
@@ -10,18 +11,24 @@ sandbox.py.
 from collections.abc import Callable
 
 from .code import code_correct
-from .math import final_answer, last_integer_correct, math_correct
+from .math import final_answer, last_integer_correct, last_number, math_correct
 
 __all__ = [
+    "STATED",
     "as_reward",
     "code_correct",
     "final_answer",
     "format_score",
     "last_integer_correct",
+    "last_number",
     "math_correct",
     "soft_overlong_punishment",
     "text_of",
 ]
+
+# Verdict -> the answer that it reads in a completion, "" when there is none. Programs have no form
+# in which two of them could be compared.
+STATED = {math_correct: final_answer, last_integer_correct: last_number}
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 

@@ -1,11 +1,12 @@
 """The verdict on programs: run the last ```python block against tests, in a process of its own.
 
-What a test run is kept from: sandbox.py sets limits on CPU time, memory and file size and refuses
-the network, other processes and writes outside its own folder, as far as Python announces them
-(PEP 578); this side adds a time limit, an environment without this process's variables, a folder of
-its own that is deleted afterwards, and, where the machine lets an ordinary user have them, a
-network and a process namespace of its own (`unshare`), so that nothing the program started survives
-it. This stops accidents and lazy cheating. It is no boundary against a program that means harm:
+What a test run is kept from: sandbox.py sets limits on CPU time, memory, the size of a file and how
+often one is opened to write; it refuses the network, other processes and writes outside its own
+folder, as far as Python announces them (PEP 578). This side adds a time limit, an environment
+without this process's variables, a folder of its own that is deleted afterwards, and, where the
+machine lets an ordinary user have them, a network and a process namespace of its own (`unshare`),
+so that nothing the program started survives it. This stops accidents and lazy cheating. It is no
+boundary against a program that means harm:
 os.mkfifo, sqlite3's ATTACH, dir_fd and C libraries write unannounced wherever this user may, and a
 program can read the tests in its own source. Train on code inside a container.
 

@@ -9,7 +9,8 @@ a time limit (math_worker.py).
 What counts as the same number
 - 1,234 and 1234; $18 and 18; 18.0 and 18; 3/4, \frac{3}{4} and 0.75; 0.333333 and 1/3 (two
   non-integers may differ by a millionth, which is math-verify's own six digits); 1e-5 and 0.00001.
-- A unit may be missing on one side ("18 dollars", "5 cm" for 5); two units must agree.
+- A unit may be missing on one side ("18 dollars", "5 cm" for 5); two units must agree, spelled out
+  or not ("5 centimeters" for 5 cm).
 - % means hundredths: 50% is 50\%, 1/2 and 0.5. Where the other side has no % and is above 1, the %
   may also be the unit that was asked for: 50% is right for 50, but 0.5% is wrong for 0.5.
 """
@@ -31,6 +32,7 @@ _DASHES = str.maketrans("\u2212\u2013", "--")  # the typographic minus, and what
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _DIGITS += r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?"
 _MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_NO_NUMBER = re.compile(r"[0-9]_|[<>≤≥≠±]|\\(?:[lg]e(?:q|qslant)?|neq?|[lg]t|pm)(?![A-Za-z])")
 _MINUS = r"(?:(?<![\w)\]}])-)?"
 _INTEGER = re.compile(rf"{_MINUS}{_DIGITS}")
 _FRACTION = re.compile(rf"([-+]?)\\[dt]?frac\{{\s*([-+]?{_DIGITS})\s*\}}\{{\s*({_DIGITS})\s*\}}")
@@ -47,6 +49,12 @@ _UNITS = frozenset(
     ["mm", "cm", "m", "km", "in", "ft", "yd", "mi", "mg", "g", "kg", "lb", "lbs", "oz", "ml", "l"]
     + ["s", "h", "hr", "hrs", "min", "mph", "kph"]
 )
+_SHORT = {  # units spelled out, without their plural s
+    **{"millimeter": "mm", "centimeter": "cm", "meter": "m", "kilometer": "km", "yard": "yd"},
+    **{"inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "mile": "mi", "gram": "g"},
+    **{"kilogram": "kg", "pound": "lb", "ounce": "oz", "liter": "l", "second": "s"},
+    **{"minute": "min", "hour": "h", "hr": "h"},
+}
 # Words that change the value, so that the text is no number with a unit.
 _NO_UNITS = frozenset(
     ["and", "or", "to", "of", "plus", "minus", "times", "over", "mod", "log", "sin", "cos", "tan"]
@@ -60,8 +68,14 @@ def last_integer_correct(completion: str, answer: str) -> bool:
     1,234 is one number, -5 is negative, 18.0 counts as 18, 18.5 is no integer and so is wrong.
     Raises ValueError when `answer` is no number.
     """
+    number = last_number(completion)
+    return bool(number) and _decimal(number) == _decimal(answer.translate(_DASHES))
+
+
+def last_number(completion: str) -> str:
+    """The last number in the last 2,000 characters, as it is written; an empty string if none."""
     numbers = _INTEGER.findall(completion[-2_000:].translate(_DASHES))
-    return bool(numbers) and _decimal(numbers[-1]) == _decimal(answer.translate(_DASHES))
+    return numbers[-1] if numbers else ""
 
 
 def _decimal(text: str) -> Decimal:
@@ -92,8 +106,8 @@ def math_correct(completion: str, answer: str) -> bool:
         if found is not None:
             return _same_quantity(found, expected)
         mine = _right_hand_side(mine)
-        if not re.search(r"[0-9\\]", mine):
-            return False  # words; nothing that math-verify could make a number of
+        if not re.search(r"[0-9\\]", mine) or _NO_NUMBER.search(mine):
+            return False  # math-verify takes the number out of \geq 18 and of 18_{20}
     elif _letters(mine).isalpha() and _letters(gold).isalpha():
         return False  # math-verify reads ABC as A * B * C, which is CBA
     return max(len(mine), len(gold)) <= FORMULA_CHARACTERS and judge.equal(gold, mine)
@@ -101,6 +115,11 @@ def math_correct(completion: str, answer: str) -> bool:
 
 def final_answer(completion: str) -> str:
     """The final answer as it stands in the last TAIL_CHARACTERS characters, or an empty string."""
+    found = _found_answer(completion)
+    return found if _plain(_boxed(found) or found) else ""
+
+
+def _found_answer(completion: str) -> str:
     tail = completion[-TAIL_CHARACTERS:].translate(_DASHES)
     end = tail.rfind("</answer>")
     start = tail.rfind("<answer>", 0, max(end, 0))
@@ -135,14 +154,20 @@ def _said_last(text: str) -> str:
     return numbers[-1] if numbers else ""
 
 
+_FONTS = "text|textbf|textit|mathrm|mathbf|mbox|boldsymbol|underline"
 _REWRITES = [
     (re.compile(r"\\[dt]frac"), r"\\frac"),
     (re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|(?<!\\)\\[!,;:()\[\]]|\\?\$"), ""),
-    (re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(rf"\\(?:{_FONTS})\s*\{{([^{{}}]*)\}}"), r" \1 "),
+    (re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*C(?![A-Za-z])"), " celsius"),
+    (re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*F(?![A-Za-z])"), " fahrenheit"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°"), ""),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\%"), "%"),
     (re.compile(r"(?<!\\)\\ |~|\s+"), " "),
+    (re.compile(r"(?<=[0-9]) (?=[0-9]{3}(?![0-9]))"), ""),  # 1 234
+    (re.compile(r"(?<![0-9.,/])([0-9]+) ([0-9]+)/([0-9]+)"), r"\1\\frac{\2}{\3}"),  # 2 1/2
+    (re.compile(r"(?<=\w)\*\*(?=\w)"), "^"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|\u03c0"), r"\\pi "),
     (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)|\u221a\(?([0-9]+)\)?"), r"\\sqrt{\1\2}"),
 ]
@@ -152,12 +177,12 @@ def _plain(text: str) -> str:
     r"""`text` without typesetting: spacing, $ signs, \text, degrees, bold, a closing full stop."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return text.strip(" *").removesuffix(".").strip(" *")
+    return text.strip(" *`").removesuffix(".").strip(" *`")
 
 
 def _letters(text: str) -> str:
     """The form in which two texts are compared: no spaces; words in lower case; (C) is C."""
-    text = text.replace(" ", "")
+    text = re.sub("(?<![0-9]) | (?![0-9])", "", text)  # 1 8 is not 18
     if re.fullmatch(r"\([A-Z]\)", text):
         return text[1]
     return text.lower() if len(text) > 1 and text.isalpha() else text
@@ -173,20 +198,22 @@ class _Quantity:
 def _read_number(mine: str) -> _Quantity | None:
     """The number that is written, or that an equation or a sentence ends in."""
     sentence = re.search("[A-Za-z]{2,} [A-Za-z]{2,}", mine)
+    bound = re.search(r"\b(?:than|least|most|not) \W?[0-9]", mine)
     return (
         _quantity(mine)
         or _quantity(_right_hand_side(mine))
-        or (_quantity(_plain(_said_last(mine))) if sentence else None)
+        or (_quantity(_plain(_said_last(mine))) if sentence and not bound else None)
     )
 
 
 _NAME_OR_SUM = re.compile(
-    r"\\?[A-Za-z][\w\\ ]*(?:\([^()]*\))? ?|(?:[-+*/0-9.,()={} ]|\\(?:times|cdot|div|frac))+"
+    r"\\?[A-Za-z][\w\\ ]*(?:\([^()]*\))? ?|[a-z](?: ?\+ ?[a-z])+ ?|"  # m+n, as AIME asks
+    r"(?:[-+*/0-9.,()={} ]|\\(?:times|cdot|div|frac))+"
 )
 
 
 def _right_hand_side(text: str) -> str:
-    """18 of "x = 18", of "f(2) = 18" and of "9 * 2 = 18"; nothing of "2x = 18"; else `text`."""
+    """18 of "x = 18", "m+n = 18", "f(2) = 18", "9 * 2 = 18"; nothing of "2x = 18"; else `text`."""
     left, equals, right = text.rpartition("=")
     return text if not equals else right.strip() if _NAME_OR_SUM.fullmatch(left) else ""
 
@@ -224,7 +251,8 @@ def _unit(rest: str, touching: bool) -> tuple[str | None, int]:
     attached = touching and magnitude == 1 and (len(unit) < 2 or unit not in _UNITS)
     if not shaped or not known or attached or _NO_UNITS & set(names):
         return None, 1
-    return re.sub("(?<=..)(?:es?|s)$", "", unit), magnitude  # inches, inch; miles, mile
+    unit = re.sub("[a-z]+", lambda name: _SHORT.get(name[0].removesuffix("s"), name[0]), unit)
+    return re.sub("(?<=..)(?:es?|s)$", "", unit), magnitude  # boxes, box; eggs, egg
 
 
 def _same_quantity(mine: _Quantity, gold: _Quantity) -> bool:

@@ -6,6 +6,7 @@ refuses what is announced to it of the network, of other processes and of change
 the folder. What it is not told of, it does not stop (code.py names some).
 """
 
+import itertools
 import os
 import resource
 import runpy
@@ -13,6 +14,8 @@ import sys
 
 CPU_SECONDS = 10
 MEMORY_BYTES = 2 << 30
+# Times that a file may be opened for writing: with the limit on each file's size, a limit on disk.
+MOST_WRITES = 100
 
 _REFUSED = ("socket.", "subprocess.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn")
 _REFUSED += ("os.system", "pty.", "ctypes.dlsym", "signal.pthread_kill")
@@ -39,6 +42,8 @@ def _limit(output_bytes: int) -> None:
 
 
 def _guard(folder: str):
+    writes = itertools.count(1)
+
     def outside(path) -> bool:
         if not isinstance(path, (str, bytes)):
             return False  # an open file, or no path at all
@@ -50,6 +55,8 @@ def _guard(folder: str):
             raise PermissionError(f"a program under test may not use {event}")
         if event == "open":
             paths = args[:1] if args[2] & _WRITING else ()
+            if paths and next(writes) > MOST_WRITES:
+                raise PermissionError(f"a program under test may open {MOST_WRITES} files to write")
         else:
             paths = args[:2] if event in _CHANGES else ()
         if any(outside(path) for path in paths):
