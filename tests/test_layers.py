@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qerl"
 LAYERS = {
-    1: ("config run_folder rewards nvfp4 noise adapter correction kernels _compat".split()),
+    1: (
+        "config run_folder rewards nvfp4 noise adapter correction groups alarms kernels".split()
+        + ["_compat"]
+    ),
     2: ("checkpoint", "data", "linear", "policy", "rollout"),
     3: ("parity", "trainer"),
     4: ("train", "evaluate", "check", "report"),
