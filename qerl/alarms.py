@@ -65,19 +65,19 @@ ALARMS = {
     ),
     "entropy_collapse": Alarm(
         lambda row: _below(row, "entropy", ENTROPY_FLOOR),
-        "the entropy is {entropy:.4f} nats a token, so that completions of a group hardly differ "
+        "the entropy is {entropy} nats a token, so that completions of a group hardly differ "
         f"(limit {ENTROPY_FLOOR}). Usually the learning rate is too high or the task is learned: "
         "lower it, raise --epsilon-high or --sigma-start, or end the run",
     ),
     "ratio_explosion": Alarm(
         lambda row: _below(row, "effective_sample_share", SAMPLE_SHARE_FLOOR),
-        "the importance ratios leave {effective_sample_share:.2f} of the samples (limit "
+        "the importance ratios leave {effective_sample_share} of the samples (limit "
         f"{SAMPLE_SHARE_FLOOR}; largest ratio {{ratio_max}}). Usually there is too much noise: "
         "lower --sigma-start; or whole sequences are weighed: --sampler-correction token_truncate",
     ),
     "sampler_gap": Alarm(
         _gap_too_wide,
-        "sampler and trainer differ by {logp_gap_mean:.3f} nats a token, more than --parity-limit "
+        "sampler and trainer differ by {logp_gap_mean} nats a token, more than --parity-limit "
         f"and {GAP_BY_SIGMA:.0f} times sigma explain. Usually the adapter or the noise reached "
         "the sampler wrongly: do not trust the run, and report it",
     ),
@@ -111,5 +111,6 @@ class Alarms:
         """Say it the first time, and every tenth."""
         self._counts[name] += 1
         if self._counts[name] % TOLD_EVERY == 1:
-            says, count = ALARMS[name].says.format_map(row), self._counts[name]
+            short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+            says, count = ALARMS[name].says.format_map(short), self._counts[name]
             tqdm.write(f"step {row['step']}: {name} ({count} so far): {says}")

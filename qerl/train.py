@@ -155,6 +155,8 @@ def _build(config: TrainConfig, plan: Plan, engine):
     if engine is not None:
         _prove(config, plan, engine, model)
     count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
+    if config.dynamic_sampling:  # its new prompts are drawn out of the whole data set
+        count = max(count, len(plan.task.rows))
     return training.QeRLTrainer(
         config,
         engine,

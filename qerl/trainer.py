@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanstd
 
 from qerl import adapter, correction, groups
 from qerl.alarms import Alarms
@@ -217,6 +218,11 @@ class QeRLTrainer(GRPOTrainer):
         if self._overlong:
             kwargs["reward_funcs"] = [*kwargs["reward_funcs"], _overlong_punishment(config)]
         super().__init__(**kwargs)
+        if "ref" in self.model.peft_config:
+            # For the KL, TRL copies the adapter that it is given. Ours is new, so that the copy is
+            # the base model at the price of another adapter, saved with every checkpoint. Without
+            # it TRL takes the base model itself.
+            self.model.delete_adapter("ref")
         self.run_dir = Path(config.output_dir)
         self.add_callback(_StepClock(self))
         self.remove_callback(PrinterCallback)  # Progress shows what it would print
@@ -321,9 +327,8 @@ class QeRLTrainer(GRPOTrainer):
         rewards_BF = self._rewards_BF[:, :-1] if self._overlong else self._rewards_BF
         rewards_B = rewards_BF.nansum(1).masked_fill(rewards_BF.isnan().all(1), torch.nan)
         if self._overlong:
-            known = rewards_B[~rewards_B.isnan()]
-            self._metrics["train"]["reward"] = [known.mean().item()]
-            self._metrics["train"]["reward_std"] = [known.std().item()]
+            self._metrics["train"]["reward"] = [rewards_B.nanmean().item()]
+            self._metrics["train"]["reward_std"] = [nanstd(rewards_B).item()]
         return rewards_B
 
     def _compute_loss(self, model, inputs):
