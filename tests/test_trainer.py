@@ -487,7 +487,9 @@ def batch(built, engine, smollm2_nvfp4, tmp_path):
     trainer.current_gradient_accumulation_steps = 1
     trainer.vllm_generation._noise = lambda: Noise(1, 1, 0.03)
     trainer.model.train()
-    trainer.vllm_importance_sampling_correction = True  # as TRL has it before the update
+    # as TRL would have them before the update
+    trainer.vllm_importance_sampling_correction = True
+    trainer.vllm_importance_sampling_clip_max = config.sampler_correction_cap
     return trainer, [trainer.train_dataset[0]] * 4
 
 
