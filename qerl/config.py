@@ -30,6 +30,15 @@ LR_SCHEDULES = (
 )
 
 
+# Flags of other trainers that would bias this one, refused with the reason.
+NOT_OFFERED = {
+    "--top-p": "training samples from the whole distribution. The log-probabilities of a sampler "
+    "that leaves tokens out are renormalized and the trainer's are not, which biases the ratio "
+    "between them; --temperature is known to both",
+}
+NOT_OFFERED |= dict.fromkeys(("--top-k", "--min-p"), NOT_OFFERED["--top-p"])
+
+
 def _flag(default, text: str, choices: tuple | None = None):
     return dataclasses.field(default=default, metadata={"help": text, "choices": choices})
 
@@ -94,6 +103,12 @@ class TrainConfig:
         "token_truncate", "importance weights for the sampler's own policy", CORRECTIONS
     )
     sampler_correction_cap: float = _flag(2.0, "largest importance weight")
+    dynamic_sampling: int = _flag(
+        0, "rounds a step that sample groups without variance again, with new prompts; 0: none"
+    )
+    overlong_buffer: int = _flag(
+        0, "tokens up to --max-completion-length over which a punishment grows to -1; 0: none"
+    )
     # Adapter
     lora_rank: int = _flag(16, "rank of the LoRA adapters")
     lora_alpha: float = _flag(16.0, "LoRA scale is alpha / rank")
@@ -214,6 +229,8 @@ class TrainConfig:
             "logging_steps",
             "max_grad_norm",
             "weight_decay",
+            "dynamic_sampling",
+            "overlong_buffer",
         ):
             value = getattr(self, name)
             yield value >= 0, f"--{kebab(name)} {value}: expected 0 or more"
@@ -256,6 +273,13 @@ class TrainConfig:
             ),
         )
         yield (
+            self.overlong_buffer <= self.max_completion_length,
+            (
+                f"--overlong-buffer {self.overlong_buffer} is longer than --max-completion-length "
+                f"{self.max_completion_length}: expected a part of it"
+            ),
+        )
+        yield (
             self.epsilon_high >= self.epsilon,
             (f"--epsilon-high {self.epsilon_high} is below --epsilon {self.epsilon}"),
         )
@@ -294,7 +318,17 @@ def parse(argv: list[str] | None = None) -> TrainConfig:
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         _add_flag(parser, field, types[field.name])
+    for name in NOT_OFFERED:
+        parser.add_argument(name, action=_Refuse, help=argparse.SUPPRESS)
     return TrainConfig(**vars(parser.parse_args(argv)))
+
+
+class _Refuse(argparse.Action):
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is not offered: {NOT_OFFERED[option_string]}")
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, kind: type) -> None:

@@ -135,6 +135,13 @@ def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
     if resume:
         print(f"continuing from {resume}")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if trainer.alarms.hopeless:
+        sys.exit(
+            f"error: ended at step {trainer.state.global_step}: {trainer.alarms.failed_in_a_row} "
+            "steps in a row had gradients that are NaN or infinite. The last checkpoint in "
+            f"{run_dir} holds the adapter as it was before them; the same command continues from "
+            "it, a lower --learning-rate in another --output-dir starts anew"
+        )
     _save_adapter(trainer.model, run_dir / "adapter")
 
 
@@ -153,6 +160,8 @@ def _build(config: TrainConfig, plan: Plan, engine):
     if engine is not None:
         _prove(config, plan, engine, model)
     count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
+    if config.dynamic_sampling:  # its new prompts are drawn out of the whole data set
+        count = max(count, len(plan.task.rows))
     return training.QeRLTrainer(
         config,
         engine,

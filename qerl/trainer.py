@@ -1,18 +1,22 @@
 """TRL's GRPOTrainer with QeRL's sampler behind it, and a record of every step.
 
-TRL owns the algorithm (advantages, DAPO loss, clipping, correction by the sampler's
-log-probabilities). This subclass hands its two seams, weight sync and generation, to
-qerl.rollout, saves checkpoints whole or not at all, and writes metrics.jsonl and samples.jsonl.
+TRL owns the algorithm (advantages, DAPO loss and its denominators, clipping, KL). This subclass
+hands its two seams, weight sync and generation, to qerl.rollout, weighs the loss by
+qerl.correction, samples groups that teach nothing again, skips a step whose gradients are not
+finite, saves checkpoints whole or not at all, and writes metrics.jsonl and samples.jsonl.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import random
 import shutil
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,29 +24,47 @@ from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanstd
 
-from qerl import adapter, correction
+from qerl import adapter, correction, groups
+from qerl.alarms import Alarms
 from qerl.config import TrainConfig
 from qerl.noise import Noise
+from qerl.rewards import soft_overlong_punishment
 from qerl.rollout import Applied, Engine, Sampling
 from qerl.run_folder import PARTIAL, append
 
-# metrics.jsonl key <- TRL's name for it
-TRL_METRICS = {
+# metrics.jsonl key <- the name among TRL's metrics. First what is measured once a rollout.
+ROLLOUT_METRICS = {
     "reward": "reward",
     "reward_std": "reward_std",
-    "entropy": "entropy",
-    "logp_gap_mean": "sampling/sampling_logp_difference/mean",
-    "logp_gap_max": "sampling/sampling_logp_difference/max",
-    "clip_ratio_low": "clip_ratio/low_mean",
-    "clip_ratio_high": "clip_ratio/high_mean",
+    "overlong_punishment": "rewards/overlong_punishment/mean",
     "completion_length": "completions/mean_length",
     "truncated_fraction": "completions/clipped_ratio",
     "zero_variance_fraction": "frac_reward_zero_std",
+    "sampling_rounds": "sampling/rounds",
+    "resampled_groups": "sampling/resampled_groups",
 }
 # Means over the tokens in the loss: without a token they have no value.
-TOKEN_METRICS = ("entropy", "logp_gap_mean", "logp_gap_max", "clip_ratio_low", "clip_ratio_high")
-SHOWN = {"loss": "loss", "grad_norm": "grad_norm", **TRL_METRICS}  # on the terminal
+TOKEN_METRICS = {
+    "entropy": "entropy",
+    "kl": "kl",
+    "logp_gap_mean": "sampling/sampling_logp_difference/mean",
+    "logp_gap_max": "sampling/sampling_logp_difference/max",
+    "sampler_kl": "sampling/kl",
+    "ratio_mean": "sampling/importance_sampling_ratio/mean",
+    "ratio_max": "sampling/importance_sampling_ratio/max",
+    "effective_sample_share": "sampling/effective_sample_share",
+    "capped_fraction": "sampling/capped_fraction",
+    "clip_ratio_low": "clip_ratio/low_mean",
+    "clip_ratio_high": "clip_ratio/high_mean",
+}
+TRL_METRICS = ROLLOUT_METRICS | TOKEN_METRICS
+SHOWN = """
+loss grad_norm reward reward_std entropy logp_gap_mean logp_gap_max clip_ratio_low clip_ratio_high
+completion_length truncated_fraction zero_variance_fraction
+""".split()  # on the terminal
+OVERLONG = "overlong_punishment"  # the name of the reward function that punishes length
 SAMPLES_A_STEP = 4
 
 
@@ -59,9 +81,6 @@ def grpo_config(config: TrainConfig, steps: int) -> GRPOConfig:
         max_completion_length=config.max_completion_length,
         temperature=config.temperature,
         use_vllm=False,
-        vllm_importance_sampling_correction=config.sampler_correction != "none",
-        vllm_importance_sampling_mode=_correction_mode(config),
-        vllm_importance_sampling_clip_max=config.sampler_correction_cap,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler_type,
         warmup_steps=config.warmup_ratio,
@@ -104,8 +123,15 @@ def _take_one_gpu(arguments: GRPOConfig) -> None:
         arguments._n_gpu = 1  # as transformers.Trainer does for a model split over devices
 
 
-def _correction_mode(config: TrainConfig) -> str:
-    return "token_truncate" if config.sampler_correction == "none" else config.sampler_correction
+def _overlong_punishment(config: TrainConfig):
+    """DAPO's punishment for length as one more reward function in TRL's signature."""
+
+    def punish(completion_ids, **kwargs) -> list[float]:
+        longest, buffer = config.max_completion_length, config.overlong_buffer
+        return [soft_overlong_punishment(len(ids), longest, buffer) for ids in completion_ids]
+
+    punish.__name__ = OVERLONG
+    return punish
 
 
 class Sampler:
@@ -114,11 +140,16 @@ class Sampler:
     def __init__(self, trainer: QeRLTrainer, engine: Engine, config: TrainConfig, schedule):
         self.trainer, self.engine, self.schedule = trainer, engine, schedule
         self.seed = config.random_state
+        # The whole distribution: cut by top-p or top-k, mu would be renormalized and the trainer's
+        # pi not, so that every ratio would lean below 1 (config.NOT_OFFERED).
         self.sampling = Sampling(config.max_completion_length, config.temperature)
         self.applied = Applied(0.0, 0.0, 0)
+        self.tokens = 0  # sampled since the sync
+        self._draws = 0  # calls of generate since the sync
 
     def sync_weights(self) -> None:
         """Hand the adapter and this step's noise to the engine."""
+        self.tokens = self._draws = 0
         with self.trainer.timed("time_sync_s"):
             self.applied = self.engine.sync(adapter.of_model(self.trainer.model), self._noise())
 
@@ -128,6 +159,8 @@ class Sampler:
             drawn = self.engine.generate(prompts, self.sampling, seed=self._draw_seed())
             self.engine.sleep()
         ids = [completion.token_ids for completion in drawn]
+        self.tokens += sum(map(len, ids))
+        self._draws += 1
         logprobs = [[[value] for value in completion.logprobs] for completion in drawn]
         return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
 
@@ -135,13 +168,38 @@ class Sampler:
         return self.trainer.state.global_step + 1
 
     def _draw_seed(self) -> int:
-        """A function of (seed, step), so that a resumed run draws what it would have drawn."""
-        return (self.seed * 1_000_003 + self._step()) % 2**63
+        """A function of (seed, step, draw): a resumed run draws what it would have drawn."""
+        return (self.seed * 1_000_003 + self._step() + (self._draws << 56)) % 2**63
 
     def _noise(self) -> Noise | None:
         if self.schedule is None:
             return None
         return Noise(self.seed, self._step(), self.schedule.sigma(self._step()))
+
+
+@dataclass
+class Tally:
+    """What the passes of one step found in their loss; lists hold a tensor a pass."""
+
+    tokens: int = 0  # in the loss
+    signal: int = 0  # of these, with an advantage other than 0
+    entropies: list[torch.Tensor] = field(default_factory=list)  # of the tokens
+    token_log_ratios: list[torch.Tensor] = field(default_factory=list)  # log pi / mu
+    weighed_log_ratios: list[torch.Tensor] = field(default_factory=list)  # correction.weighed
+
+    def count(self, mask_BT: torch.Tensor, advantages_B: torch.Tensor) -> None:
+        self.tokens += int(mask_BT.sum())
+        self.signal += int(mask_BT[advantages_B != 0].sum())
+
+    def metrics(self, cap: float) -> dict[str, float]:
+        """Over all tokens of the step, where TRL averages passes and counts an empty one as 0."""
+        if not self.tokens:
+            return dict.fromkeys(TOKEN_METRICS, math.nan)  # which TRL logs as null
+        made = {"entropy": torch.cat(self.entropies).mean().item()}
+        if not self.token_log_ratios:
+            return made
+        ratios = torch.cat(self.token_log_ratios), torch.cat(self.weighed_log_ratios)
+        return made | correction.summary(*ratios, cap)
 
 
 class QeRLTrainer(GRPOTrainer):
@@ -150,27 +208,32 @@ class QeRLTrainer(GRPOTrainer):
     def __init__(self, config: TrainConfig, engine: Engine | None, schedule, **kwargs):
         self._times = defaultdict(float)
         self._saving = False
-        self._entropies = []  # of this step's tokens, a tensor a pass
-        self._gaps = []  # |sampler - trainer| of this step's tokens, a tensor a pass
-        self._tokens_in_loss = 0  # of this step
-        self._empty_steps = 0  # steps without any
+        self._tally = Tally()  # of this step
+        self._waiting = None  # the inputs of a loss that waits for its forward pass
+        self._correction, self._cap = config.sampler_correction, config.sampler_correction_cap
+        self._dynamic_sampling = config.dynamic_sampling
+        self._overlong = config.overlong_buffer > 0
         self._last_rollout = {}  # what TRL measured when it last sampled: num_iterations steps ago
+        self.alarms = Alarms(config.parity_limit)
+        if self._overlong:
+            kwargs["reward_funcs"] = [*kwargs["reward_funcs"], _overlong_punishment(config)]
         super().__init__(**kwargs)
+        if "ref" in self.model.peft_config:
+            # For the KL, TRL copies the adapter that it is given. Ours is new, so that the copy is
+            # the base model at the price of another adapter, saved with every checkpoint. Without
+            # it TRL takes the base model itself.
+            self.model.delete_adapter("ref")
         self.run_dir = Path(config.output_dir)
         self.add_callback(_StepClock(self))
         self.remove_callback(PrinterCallback)  # Progress shows what it would print
+        # TRL would spend a forward pass on log-probabilities "before the update" to weigh by, which
+        # with one update a rollout are those of the loss: _compute_loss makes the weights.
+        self.vllm_importance_sampling_correction = False
         if engine is not None:
             # TRL reads these when it samples; setting them here keeps it from building an engine.
             self.use_vllm, self.vllm_mode = True, "colocate"
             self.vllm_generation = Sampler(self, engine, config, schedule)
             self._last_loaded_step = -1
-        # With one update a rollout, TRL's extra forward pass for the log-probabilities "before the
-        # update" would return what the loss computes anyway: the weights are made there instead.
-        self._fused = engine is not None and self.num_iterations == 1
-        self._correction = config.sampler_correction
-        if self._fused:
-            self.vllm_importance_sampling_correction = False
-        self._pending = None
 
     @contextmanager
     def timed(self, key: str):
@@ -188,50 +251,148 @@ class QeRLTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args, **kwargs):
         with self.timed("time_reward_s"):
-            return super()._calculate_rewards(*args, **kwargs)
+            rewards_BF = super()._calculate_rewards(*args, **kwargs)
+        if self._overlong:  # no verdict on the task remains no verdict
+            rewards_BF[rewards_BF[:, :-1].isnan().all(1), -1] = torch.nan
+        self._rewards_BF = rewards_BF
+        return rewards_BF
+
+    def _generate_and_score_completions(self, inputs):
+        """TRL's rollout, and dynamic sampling: new prompts in place of groups without variance.
+
+        What is logged of rewards and lengths is of the first round: the policy on the data as it
+        comes.
+        """
+        batch, dull = self._sample(inputs)
+        self._task_rewards_B = self._log_task_reward()
+        rounds, resampled = self._sample_again(batch, dull, [row["prompt"] for row in inputs])
+        self._metrics["train"] |= {
+            "frac_reward_zero_std": [dull.float().mean().item()],
+            "sampling/rounds": [rounds],
+            "sampling/resampled_groups": [resampled],
+        }
+        return batch
+
+    def _sample(self, inputs) -> tuple[dict, torch.Tensor]:
+        """A rollout, and which of its groups have no variance; their advantages are 0."""
+        batch = super()._generate_and_score_completions(inputs)
+        dull = groups.without_variance(self._rewards_BF, self.num_generations)
+        batch["advantages"][groups.rows_of(dull.nonzero()[:, 0], self.num_generations)] = 0
+        return batch, dull
+
+    def _sample_again(self, batch: dict, dull: torch.Tensor, seen: list) -> tuple[int, int]:
+        """Fill the places of dull groups, and clear their marks; (rounds, groups) sampled for it.
+
+        `seen` are the prompts of this step. The first round is counted, as the loss needs it.
+        """
+        size, rounds, resampled = self.num_generations, 1, 0
+        while dull.any() and rounds <= self._dynamic_sampling:
+            rows = self._new_rows(int(dull.sum()), seen, rounds)
+            if not rows:
+                break
+            with self._unlogged():
+                fresh, useless = self._sample([row for row in rows for _ in range(size)])
+            rounds, resampled = rounds + 1, resampled + len(rows)
+            good = (~useless).nonzero()[:, 0]
+            places = dull.nonzero()[: len(good), 0]
+            groups.replace(batch, fresh, groups.rows_of(places, size), groups.rows_of(good, size))
+            dull[places] = False
+        return rounds, resampled
+
+    def _new_rows(self, count: int, seen: list, draw: int) -> list[dict]:
+        """At most `count` rows of the data with prompts that are not in `seen`; they are added.
+
+        A function of (seed, step, draw), so that a resumed run takes what it would have taken.
+        """
+        data, rows = self.train_dataset, []
+        shuffled = random.Random(f"{self.args.seed}/{self.state.global_step}/{draw}")
+        for index in shuffled.sample(range(len(data)), len(data)):
+            if len(rows) == count:
+                break
+            if data[index]["prompt"] not in seen:
+                rows.append(data[index])
+                seen.append(data[index]["prompt"])
+        return rows
+
+    @contextmanager
+    def _unlogged(self):
+        """Keep what the block would add to TRL's metrics and samples out of them."""
+        kept = self._metrics, self._logs
+        self._metrics, self._logs = copy.deepcopy(kept)
+        yield
+        self._metrics, self._logs = kept
+
+    def _log_task_reward(self) -> torch.Tensor:
+        """What the completions earned by the task alone [B], NaN for no verdict; logged as such."""
+        rewards_BF = self._rewards_BF[:, :-1] if self._overlong else self._rewards_BF
+        rewards_B = rewards_BF.nansum(1).masked_fill(rewards_BF.isnan().all(1), torch.nan)
+        if self._overlong:
+            self._metrics["train"]["reward"] = [rewards_B.nanmean().item()]
+            self._metrics["train"]["reward_std"] = [nanstd(rewards_B).item()]
+        return rewards_B
 
     def _compute_loss(self, model, inputs):
-        """TRL's loss, weighted by qerl.correction with this very forward's log-probabilities."""
-        self._tokens_in_loss += int(inputs["completion_mask"].sum())
-        if not self._fused:
-            return super()._compute_loss(model, inputs)
-        sampler_logps_BT = inputs["sampling_per_token_logps"]
-        width = 1 if self._correction.startswith("sequence") else None
-        weights = torch.ones_like(sampler_logps_BT[:, :width])
-        self._pending = weights, sampler_logps_BT, inputs["completion_mask"]
-        self.vllm_importance_sampling_correction = True
+        """TRL's loss, weighted by qerl.correction within its own forward pass."""
+        self._waiting = inputs
+        if (sampler_logps_BT := inputs.get("sampling_per_token_logps")) is not None:
+            width = 1 if self._correction.startswith("sequence") else None
+            ones = torch.ones_like(sampler_logps_BT[:, :width])
+            self._waiting = inputs | {"importance_sampling_ratio": ones}
+            self.vllm_importance_sampling_correction = True
         try:
-            return super()._compute_loss(model, inputs | {"importance_sampling_ratio": weights})
+            return super()._compute_loss(model, self._waiting)
         finally:
-            self.vllm_importance_sampling_correction, self._pending = False, None
+            self.vllm_importance_sampling_correction, self._waiting = False, None
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """TRL's forward pass; within the loss it also fills in the weights that are waiting."""
+        """TRL's forward pass; within the loss it is measured, and fills in the weights."""
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._pending is not None:
-            weights, sampler_logps_BT, mask_BT = self._pending
-            logps_BT = result[0].detach()
-            mode, cap = self._correction, self.vllm_importance_sampling_clip_max
-            weights.copy_(correction.weights(logps_BT, sampler_logps_BT, mask_BT, mode, cap))
-            self._entropies.append(result[1].detach()[mask_BT.bool()])
-            self._gaps.append((logps_BT - sampler_logps_BT)[mask_BT.bool()].abs())
+        if self._waiting is not None:
+            self._measure(self._waiting, result[0].detach(), result[1].detach())
         return result
+
+    def _measure(self, inputs: dict, logps_BT: torch.Tensor, entropies_BT: torch.Tensor) -> None:
+        mask_BT, tally = inputs["completion_mask"], self._tally
+        tally.count(mask_BT, inputs["advantages"])
+        tally.entropies.append(entropies_BT[mask_BT.bool()])
+        if "importance_sampling_ratio" not in inputs:
+            return
+        before_BT = inputs.get("old_per_token_logps", logps_BT)  # later updates: the first one's
+        ratio_BT = correction.log_ratio(before_BT, inputs["sampling_per_token_logps"], mask_BT)
+        weights = correction.weights(ratio_BT, self._correction, self._cap)
+        inputs["importance_sampling_ratio"].copy_(weights)
+        tally.token_log_ratios.append(ratio_BT[mask_BT.bool()])
+        weighed = correction.weighed(ratio_BT, mask_BT, self._correction)
+        tally.weighed_log_ratios.append(weighed)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """The norm. Gradients that are not finite are dropped: an optimizer passes over None."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(norm):
+            model.zero_grad()
+        return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, and one line in metrics.jsonl for each optimizer step."""
         if "loss" in logs:
-            for key, value in self._token_metrics().items():
-                self._metrics["train"][TRL_METRICS[key]] = [value]
+            for key, value in self._tally.metrics(self._cap).items():
+                self._metrics["train"][TOKEN_METRICS[key]] = [value]
         super().log(logs, start_time)
         if "loss" in logs:
-            append(self.run_dir / "metrics.jsonl", [self._row(logs)])
+            row = self._row(logs)
+            row["alarms"] = self.alarms.check(row)
+            append(self.run_dir / "metrics.jsonl", [row])
             append(self.run_dir / "samples.jsonl", self._samples())
+            if self.alarms.hopeless:
+                self.control.should_save = self.control.should_training_stop = True
 
     def _row(self, logs: dict[str, float]) -> dict:
         row = {"step": self.state.global_step}
         row |= {key: _finite(logs.get(key)) for key in ("loss", "learning_rate", "grad_norm")}
-        self._last_rollout |= {key: logs[name] for key, name in TRL_METRICS.items() if name in logs}
-        row |= {key: _finite(self._last_rollout.get(key)) for key in TRL_METRICS}
+        self._last_rollout |= {k: logs[name] for k, name in ROLLOUT_METRICS.items() if name in logs}
+        row |= {key: _finite(self._last_rollout.get(key)) for key in ROLLOUT_METRICS}
+        row |= {key: _finite(logs.get(name)) for key, name in TOKEN_METRICS.items()}
+        row |= {"loss_tokens": self._tally.tokens, "signal_tokens": self._tally.signal}
         sampler = getattr(self, "vllm_generation", None)
         applied = sampler.applied if sampler else Applied(0.0, 0.0, 0)
         row |= {
@@ -239,51 +400,21 @@ class QeRLTrainer(GRPOTrainer):
             "noise_std": applied.noise_std,
             "noise_modules": applied.noise_modules,
         }
-        return row | self._time_row(row) | {"peak_memory_gib": _peak_memory_gib()}
+        return row | self._time_row() | {"peak_memory_gib": _peak_memory_gib()}
 
-    def _token_metrics(self) -> dict[str, float]:
-        """Entropy and |sampler - trainer| over all tokens of the step that are in the loss.
-
-        Without any, NaN (which TRL logs as null) for these and the clip ratios, where TRL averages
-        its passes and counts an empty one as 0.
-        """
-        if not self._tokens_in_loss:
-            self._warn_of_an_empty_step()
-            return dict.fromkeys(TOKEN_METRICS, math.nan)
-        if not self._gaps:
-            return {}
-        gaps, entropies = torch.cat(self._gaps), torch.cat(self._entropies)
-        return {
-            "entropy": entropies.mean().item(),
-            "logp_gap_mean": gaps.mean().item(),
-            "logp_gap_max": gaps.max().item(),
-        }
-
-    def _warn_of_an_empty_step(self) -> None:
-        """Say it the first time, and every tenth."""
-        self._empty_steps += 1
-        if self._empty_steps % 10 == 1:
-            tqdm.write(
-                f"step {self.state.global_step}: every completion was cut off at "
-                f"--max-completion-length {self.args.max_completion_length} and left out of the "
-                f"loss, so that the step taught nothing ({self._empty_steps} such so far): raise "
-                "it, or keep such completions with --mask-truncated-completions False"
-            )
-
-    def _time_row(self, row: dict) -> dict:
+    def _time_row(self) -> dict:
         parts = {
             key: self._times[key] for key in ("time_rollout_s", "time_reward_s", "time_sync_s")
         }
         train = time.perf_counter() - self._step_start - sum(parts.values())
-        completions = self.args.generation_batch_size
-        tokens = (row["completion_length"] or 0) * completions
-        rate = tokens / parts["time_rollout_s"] if parts["time_rollout_s"] else None
+        rollout = parts["time_rollout_s"]
+        rate = self.vllm_generation.tokens / rollout if rollout else None
         return {**parts, "time_train_s": train, "tokens_per_s": rate}
 
     def _samples(self) -> list[dict]:
         logs = self._logs
-        rewards = [sum(column) for column in zip(*logs["rewards"].values(), strict=True)]
-        rows = zip(logs["prompt"], logs["completion"], rewards, logs["advantages"], strict=True)
+        columns = logs["prompt"], logs["completion"], self._task_rewards_B.tolist()
+        rows = zip(*columns, logs["advantages"], strict=True)
         return [
             {
                 "step": self.state.global_step,
@@ -331,9 +462,7 @@ class _StepClock(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._times.clear()
-        self.trainer._gaps.clear()
-        self.trainer._entropies.clear()
-        self.trainer._tokens_in_loss = 0
+        self.trainer._tally = Tally()
         self.trainer._step_start = time.perf_counter()
 
 
@@ -353,7 +482,8 @@ class Progress(TrainerCallback):
             self.bar.set_postfix({key: _short(logs[key], ".2f") for key in ("reward", "entropy")})
         self.bar.update(state.global_step - self.bar.n)
         if self.every and state.global_step % self.every == 0:
-            shown = {key: logs[name] for key, name in SHOWN.items() if name in logs}
+            named = {key: TRL_METRICS.get(key, key) for key in SHOWN}
+            shown = {key: logs[name] for key, name in named.items() if name in logs}
             line = "  ".join(f"{key} {_short(value, '.4g')}" for key, value in shown.items())
             self.bar.write(f"step {state.global_step}  {line}")
 

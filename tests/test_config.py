@@ -93,6 +93,7 @@ def test_the_defaults_pass():
         ("--use-vllm False --ln False", "add --sampler-correction none"),
         ("--adam-beta1 1", "--adam-beta1 1.0"),
         ("--random-state 4294967296", "--random-state 4294967296"),
+        ("--overlong-buffer 2049", "is longer than --max-completion-length 2048"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_the_way_out(flags, words):
@@ -126,6 +127,7 @@ def test_no_number_may_be_nan(name):
         "--num-stages 1 --no-ln",
         "--max-grad-norm 0 --beta 0 --warmup-ratio 0 --weight-decay 0 --logging-steps 0",
         "--num-generations 4 --gradient-accumulation-steps 2",
+        "--overlong-buffer 2048 --dynamic-sampling 1",
     ],
 )
 def test_a_setting_at_its_limit_passes(flags):
@@ -207,6 +209,17 @@ def test_a_flag_or_value_that_is_not_known_ends_with_status_2(flags, capsys):
         parse(flags)
     assert ended.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--top-p", "--top-k", "--min-p"])
+def test_sampling_from_a_part_of_the_distribution_is_refused_with_the_reason(flag, capsys):
+    """faults.md, 7: the sampler's log-probabilities would not be the trainer's."""
+    for form in ([flag, "0.9"], [f"{flag}=0.9"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(form)
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert f"{flag} is not offered: training samples from the whole distribution" in said
 
 
 def test_an_abbreviated_flag_is_not_guessed():

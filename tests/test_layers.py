@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qerl"
 LAYERS = {
     1: (
-        "config run_folder rewards statistics nvfp4 noise adapter correction kernels "
-        "_compat".split()
+        "config run_folder rewards statistics nvfp4 noise adapter correction groups alarms "
+        "kernels _compat".split()
     ),
     2: ("checkpoint", "data", "linear", "policy", "rollout"),
     3: ("parity", "trainer"),
