@@ -274,7 +274,8 @@ def test_an_evaluation_samples_every_question_and_repeats_itself(shared, smollm2
     first = run(smollm2_nvfp4, tmp_path / "first.json")
     result = first["datasets"]["arithmetic"]
     assert (result["questions"], result["samples"]) == (6, 3)
-    assert 0 <= result["accuracy"] <= 1
+    assert 0 <= result["accuracy"] <= result["metrics"]["pass@3"]["mean"] <= 1
+    assert list(result["metrics"]) == ["pass@1", "pass@2", "pass@3", "majority@3"]
     assert 0 < result["completion_length"] <= 8 and 0 <= result["truncated_fraction"] <= 1
     assert (first["samples"], first["seed"]) == (3, 0)
     assert (first["temperature"], first["top_p"]) == (0.6, 0.95)
