@@ -12,22 +12,27 @@ CHAT = [1, 4093, 198, 1780, 314, 216, 33, 1232, 216, 34, 35, 47, 2, 198, 1, 520,
 PROMPTS = [[*CHAT, 504, 2988, 282, 300 + 37 * i] for i in range(16)]
 
 
-@pytest.fixture(scope="module")
-def pair(smollm2_nvfp4):
-    """The engine with CUDA graphs and sleep, and the policy, on one GPU."""
+def build(folder, **more):
+    """An engine with CUDA graphs, room for an adapter of rank 24 and for noise."""
     from qerl.rollout import Engine, EngineSettings
 
     settings = EngineSettings(
-        model=str(smollm2_nvfp4),
+        model=str(folder),
         max_model_len=256,
         max_num_seqs=16,
         lora_rank=24,
         lora_modules=policy.TARGETS,
         noise=True,
         gpu_memory_utilization=0.2,
-        sleep=True,
+        **more,
     )
-    engine = Engine(settings)
+    return Engine(settings)
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2_nvfp4):
+    """The engine with CUDA graphs and sleep, and the policy, on one GPU."""
+    engine = build(smollm2_nvfp4, sleep=True)
     model = policy.adapt(policy.load(smollm2_nvfp4, "cuda"), rank=24, alpha=48, seed=0)
     generator = torch.Generator("cuda").manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -102,3 +107,23 @@ def test_syncs_and_rollouts_do_not_grow_the_memory(pair):
         round_trip(step)
     assert torch.cuda.memory_allocated() <= held
     assert len(engine.adapters()) == 1
+
+
+def test_noise_on_the_linears_of_a_bf16_base_reaches_the_graphs_and_leaves_no_trace(smollm2):
+    engine = build(smollm2, noise_target="linear")
+    clean = engine.score(PROMPTS)
+    for sigma in (1e-2, 1e-4):
+        applied = engine.sync(None, Noise(seed=0, step=1, sigma=sigma))
+        assert applied.noise_modules == 120
+        assert applied.noise_std == pytest.approx(sigma, rel=0.05)
+        assert change(engine.score(PROMPTS), clean) > 0
+    engine.sync(None)
+    assert change(engine.score(PROMPTS), clean) == 0
+
+
+def test_an_nf4_base_is_one_policy_in_sampler_and_trainer(smollm2):
+    pytest.importorskip("bitsandbytes", reason="NOT TESTED: bitsandbytes is missing")
+    engine = build(smollm2, nf4=True)
+    model = policy.adapt(policy.load(smollm2, "cuda", nf4=True), rank=24, alpha=48, seed=0)
+    found = parity.check(engine, model, PROMPTS, seed=0)
+    assert found.moved_engine > parity.MOVE / 2
