@@ -149,7 +149,7 @@ def _build(config: TrainConfig, plan: Plan, engine):
     """Policy and trainer around the engine, proven to be the engine's policy."""
     import torch
 
-    from qerl import policy
+    from qerl import metrics, policy
     from qerl import trainer as training
 
     arguments = training.grpo_config(config, plan.steps)
@@ -171,7 +171,7 @@ def _build(config: TrainConfig, plan: Plan, engine):
         args=arguments,
         train_dataset=data.in_order(plan.task, count, config.random_state),
         processing_class=plan.tokenizer,
-        callbacks=[training.Progress(config.logging_steps)],
+        callbacks=[metrics.Progress(config.logging_steps)],
     )
 
 

@@ -16,11 +16,9 @@ import shutil
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
@@ -29,41 +27,12 @@ from trl.trainer.utils import nanstd
 from qerl import adapter, correction, groups
 from qerl.alarms import Alarms
 from qerl.config import TrainConfig
+from qerl.metrics import ROLLOUT_METRICS, TOKEN_METRICS, Tally, finite, peak_memory_gib
 from qerl.noise import Noise
 from qerl.rewards import soft_overlong_punishment
 from qerl.rollout import Applied, Engine, Sampling
 from qerl.run_folder import PARTIAL, append
 
-# metrics.jsonl key <- the name among TRL's metrics. First what is measured once a rollout.
-ROLLOUT_METRICS = {
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "overlong_punishment": "rewards/overlong_punishment/mean",
-    "completion_length": "completions/mean_length",
-    "truncated_fraction": "completions/clipped_ratio",
-    "zero_variance_fraction": "frac_reward_zero_std",
-    "sampling_rounds": "sampling/rounds",
-    "resampled_groups": "sampling/resampled_groups",
-}
-# Means over the tokens in the loss: without a token they have no value.
-TOKEN_METRICS = {
-    "entropy": "entropy",
-    "kl": "kl",
-    "logp_gap_mean": "sampling/sampling_logp_difference/mean",
-    "logp_gap_max": "sampling/sampling_logp_difference/max",
-    "sampler_kl": "sampling/kl",
-    "ratio_mean": "sampling/importance_sampling_ratio/mean",
-    "ratio_max": "sampling/importance_sampling_ratio/max",
-    "effective_sample_share": "sampling/effective_sample_share",
-    "capped_fraction": "sampling/capped_fraction",
-    "clip_ratio_low": "clip_ratio/low_mean",
-    "clip_ratio_high": "clip_ratio/high_mean",
-}
-TRL_METRICS = ROLLOUT_METRICS | TOKEN_METRICS
-SHOWN = """
-loss grad_norm reward reward_std entropy logp_gap_mean logp_gap_max clip_ratio_low clip_ratio_high
-completion_length truncated_fraction zero_variance_fraction
-""".split()  # on the terminal
 OVERLONG = "overlong_punishment"  # the name of the reward function that punishes length
 SAMPLES_A_STEP = 4
 
@@ -177,31 +146,6 @@ class Sampler:
         return Noise(self.seed, self._step(), self.schedule.sigma(self._step()))
 
 
-@dataclass
-class Tally:
-    """What the passes of one step found in their loss; lists hold a tensor a pass."""
-
-    tokens: int = 0  # in the loss
-    signal: int = 0  # of these, with an advantage other than 0
-    entropies: list[torch.Tensor] = field(default_factory=list)  # of the tokens
-    token_log_ratios: list[torch.Tensor] = field(default_factory=list)  # log pi / mu
-    weighed_log_ratios: list[torch.Tensor] = field(default_factory=list)  # correction.weighed
-
-    def count(self, mask_BT: torch.Tensor, advantages_B: torch.Tensor) -> None:
-        self.tokens += int(mask_BT.sum())
-        self.signal += int(mask_BT[advantages_B != 0].sum())
-
-    def metrics(self, cap: float) -> dict[str, float]:
-        """Over all tokens of the step, where TRL averages passes and counts an empty one as 0."""
-        if not self.tokens:
-            return dict.fromkeys(TOKEN_METRICS, math.nan)  # which TRL logs as null
-        made = {"entropy": torch.cat(self.entropies).mean().item()}
-        if not self.token_log_ratios:
-            return made
-        ratios = torch.cat(self.token_log_ratios), torch.cat(self.weighed_log_ratios)
-        return made | correction.summary(*ratios, cap)
-
-
 class QeRLTrainer(GRPOTrainer):
     """A GRPOTrainer that samples from `engine` under the noise of `schedule`."""
 
@@ -213,6 +157,7 @@ class QeRLTrainer(GRPOTrainer):
         self._correction, self._cap = config.sampler_correction, config.sampler_correction_cap
         self._dynamic_sampling = config.dynamic_sampling
         self._overlong = config.overlong_buffer > 0
+        self._task_rewards_B = torch.empty(0)  # of the last rollout
         self._last_rollout = {}  # what TRL measured when it last sampled: num_iterations steps ago
         self.alarms = Alarms(config.parity_limit)
         if self._overlong:
@@ -388,10 +333,10 @@ class QeRLTrainer(GRPOTrainer):
 
     def _row(self, logs: dict[str, float]) -> dict:
         row = {"step": self.state.global_step}
-        row |= {key: _finite(logs.get(key)) for key in ("loss", "learning_rate", "grad_norm")}
+        row |= {key: finite(logs.get(key)) for key in ("loss", "learning_rate", "grad_norm")}
         self._last_rollout |= {k: logs[name] for k, name in ROLLOUT_METRICS.items() if name in logs}
-        row |= {key: _finite(self._last_rollout.get(key)) for key in ROLLOUT_METRICS}
-        row |= {key: _finite(logs.get(name)) for key, name in TOKEN_METRICS.items()}
+        row |= {key: finite(self._last_rollout.get(key)) for key in ROLLOUT_METRICS}
+        row |= {key: finite(logs.get(name)) for key, name in TOKEN_METRICS.items()}
         row |= {"loss_tokens": self._tally.tokens, "signal_tokens": self._tally.signal}
         sampler = getattr(self, "vllm_generation", None)
         applied = sampler.applied if sampler else Applied(0.0, 0.0, 0)
@@ -400,7 +345,7 @@ class QeRLTrainer(GRPOTrainer):
             "noise_std": applied.noise_std,
             "noise_modules": applied.noise_modules,
         }
-        return row | self._time_row() | {"peak_memory_gib": _peak_memory_gib()}
+        return row | self._time_row() | {"peak_memory_gib": peak_memory_gib()}
 
     def _time_row(self) -> dict:
         parts = {
@@ -420,7 +365,7 @@ class QeRLTrainer(GRPOTrainer):
                 "step": self.state.global_step,
                 "prompt": p,
                 "completion": c,
-                "reward": _finite(r),
+                "reward": finite(r),
                 "advantage": a,
             }
             for p, c, r, a in list(rows)[:SAMPLES_A_STEP]
@@ -464,47 +409,3 @@ class _StepClock(TrainerCallback):
         self.trainer._times.clear()
         self.trainer._tally = Tally()
         self.trainer._step_start = time.perf_counter()
-
-
-class Progress(TrainerCallback):
-    """A bar with reward and time left, and a line every `every` steps (0: the bar alone)."""
-
-    def __init__(self, every: int):
-        self.every = every
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" not in (logs or {}):
-            return
-        if "reward" in logs:  # absent from the later updates on a rollout
-            self.bar.set_postfix({key: _short(logs[key], ".2f") for key in ("reward", "entropy")})
-        self.bar.update(state.global_step - self.bar.n)
-        if self.every and state.global_step % self.every == 0:
-            named = {key: TRL_METRICS.get(key, key) for key in SHOWN}
-            shown = {key: logs[name] for key, name in named.items() if name in logs}
-            line = "  ".join(f"{key} {_short(value, '.4g')}" for key, value in shown.items())
-            self.bar.write(f"step {state.global_step}  {line}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
-
-
-def _short(value: float | None, form: str) -> str:
-    """A number on the terminal; a dash for what TRL could not measure."""
-    return "-" if value is None else format(value, form)
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: what TRL could not measure is null."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _peak_memory_gib() -> float:
-    """Peak of torch's memory on the GPU, of the process on a CPU, in GiB."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

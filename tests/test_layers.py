@@ -17,7 +17,7 @@ LAYERS = {
         "config run_folder rewards statistics nvfp4 noise adapter correction groups alarms "
         "kernels _compat".split()
     ),
-    2: ("checkpoint", "data", "linear", "policy", "rollout"),
+    2: ("checkpoint", "data", "linear", "metrics", "policy", "rollout"),
     3: ("parity", "trainer"),
     4: ("train", "evaluate", "compare", "check", "report"),
 }
