@@ -14,7 +14,8 @@ case ${1:-}-${2:-} in
     DATASET=${DATASET:-gsm8k}
     SETTINGS=(
       --loss-type grpo --epsilon-high 0.2 --mask-truncated-completions False
-      --num-generations 8 --num-iterations 4
+      --num-generations 8 --num-iterations 4 --save-steps 100
+      --per-device-train-batch-size 2 --gradient-accumulation-steps 64
       --max-prompt-length 256 --max-completion-length 4096
     ) ;;
   bigmath-7b | bigmath-14b | bigmath-32b)
@@ -22,6 +23,7 @@ case ${1:-}-${2:-} in
     DATASET=${DATASET:-$levels}
     SETTINGS=(
       --num-generations 16 --num-iterations 1
+      --per-device-train-batch-size 1 --gradient-accumulation-steps 128
       --max-prompt-length 1024 --max-completion-length 8192
     ) ;;
   *) usage ;;
@@ -37,7 +39,6 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 MODEL=Qwen/Qwen2.5-${2^^}-Instruct
 OUTPUT_DIR=${OUTPUT_DIR:-$(dirname "$here")/runs/paper-$1-$2-$3}
 SETTINGS+=(
-  --per-device-train-batch-size 2 --gradient-accumulation-steps 64
   --lora-rank 32 --lora-alpha 32 "$noise" --sigma-end 5e-4
   --vllm-gpu-memory-utilization "$share"
 )
