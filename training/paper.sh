@@ -3,8 +3,8 @@
 #   bash training/paper.sh gsm8k 3b|7b ARM [flags]            GRPO on GSM8K
 #   bash training/paper.sh bigmath 7b|14b|32b ARM [flags]     DAPO on BigMath, levels 3-5 (32b: 4-5)
 # ARM: aqn (NVFP4 with noise), nvfp4, bf16 or nf4 (QLoRA), without. `bf16 --ln` is bf16 with noise.
-# What the paper leaves open is the released launchers' (optimizer, prompt length, alpha / rank) or
-# 0 (the KL of GRPO: --beta).
+# What the paper leaves open is the released launchers' (optimizer, prompt length, alpha / rank),
+# NVFP4's (the learning rate of nf4) or 0 (the KL of GRPO: --beta).
 set -euo pipefail
 
 usage() { sed -n '3,5s/^# *//p' "$0" >&2; exit 2; }
