@@ -3,8 +3,8 @@
 #   bash training/paper.sh gsm8k 3b|7b ARM [flags]            GRPO on GSM8K
 #   bash training/paper.sh bigmath 7b|14b|32b ARM [flags]     DAPO on BigMath, levels 3-5 (32b: 4-5)
 # ARM: aqn (NVFP4 with noise), nvfp4, bf16 or nf4 (QLoRA), without. `bf16 --ln` is bf16 with noise.
-# What the paper leaves open is the released launchers' (optimizer, prompt length, alpha / rank) or
-# 0 (the KL of GRPO: --beta).
+# What the paper leaves open is the released launchers' (optimizer, prompt length, alpha / rank),
+# NVFP4's (the learning rate of nf4) or 0 (the KL of GRPO: --beta).
 set -euo pipefail
 
 usage() { sed -n '3,5s/^# *//p' "$0" >&2; exit 2; }
@@ -14,7 +14,8 @@ case ${1:-}-${2:-} in
     DATASET=${DATASET:-gsm8k}
     SETTINGS=(
       --loss-type grpo --epsilon-high 0.2 --mask-truncated-completions False
-      --num-generations 8 --num-iterations 4
+      --num-generations 8 --num-iterations 4 --save-steps 100
+      --per-device-train-batch-size 2 --gradient-accumulation-steps 64
       --max-prompt-length 256 --max-completion-length 4096
     ) ;;
   bigmath-7b | bigmath-14b | bigmath-32b)
@@ -22,6 +23,7 @@ case ${1:-}-${2:-} in
     DATASET=${DATASET:-$levels}
     SETTINGS=(
       --num-generations 16 --num-iterations 1
+      --per-device-train-batch-size 1 --gradient-accumulation-steps 128
       --max-prompt-length 1024 --max-completion-length 8192
     ) ;;
   *) usage ;;
@@ -37,7 +39,6 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 MODEL=Qwen/Qwen2.5-${2^^}-Instruct
 OUTPUT_DIR=${OUTPUT_DIR:-$(dirname "$here")/runs/paper-$1-$2-$3}
 SETTINGS+=(
-  --per-device-train-batch-size 2 --gradient-accumulation-steps 64
   --lora-rank 32 --lora-alpha 32 "$noise" --sigma-end 5e-4
   --vllm-gpu-memory-utilization "$share"
 )
