@@ -17,6 +17,11 @@ SCRIPTS = ROOT / "llm-compressor"
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"  # as training/quickstart.sh names them
 
 
+def pytest_collection_modifyitems(items):
+    """Quantizing comes first: an engine leaves torch.distributed on, which it would use."""
+    items.sort(key=lambda item: "quantize" not in item.path.name)
+
+
 def _make(script: str, *arguments: object) -> None:
     subprocess.run([sys.executable, SCRIPTS / script, *map(str, arguments)], check=True)
 
