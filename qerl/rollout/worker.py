@@ -24,8 +24,8 @@ else:
 
 # Each norm and the projection that it feeds, as vLLM fuses them, inside one decoder layer.
 FEEDS = {"input_layernorm": "self_attn.qkv_proj", "post_attention_layernorm": "mlp.gate_up_proj"}
-HASH = 0x9E3779B1 - 2**32  # odd, 2**32 / golden ratio (Knuth's multiplicative hash), as int32
 UNFED = ("self_attn.o_proj", "mlp.down_proj")  # the quantized linears that no norm feeds
+HASH = 0x9E3779B1 - 2**32  # odd, 2**32 / golden ratio (Knuth's multiplicative hash), as int32
 
 
 class NoisyLinear(torch.nn.Module):
