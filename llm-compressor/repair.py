@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from stream import INDEX, write_index
 
 from qerl import checkpoint, nvfp4
 from qerl.checkpoint.dialects import GLOBAL_SCALE, PACKED, SCALE
 
 RECORD = "quantization.json"
-INDEX = "model.safetensors.index.json"
 REWRITTEN = ("config.json", "hf_quant_config.json", INDEX)  # all other files are copied
 PARTS = (PACKED, SCALE, GLOBAL_SCALE)
 SMALLEST = 2**-9  # E4M3's smallest positive value: a scale of 0 would be taken for a fault
@@ -115,9 +115,7 @@ def _write(source: checkpoint.Checkpoint, folder: Path, mended: dict[str, Moved]
         stored = checkpoint.tensors(source.folder, keep=names.__contains__)
         tensors = {name: changed.get(name, tensor) for name, tensor in stored}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-    if (source.folder / INDEX).exists():
-        size = sum((folder / file).stat().st_size for file in set(where.values()))
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+    write_index(source, where, folder)
     config = dict(source.config) | {"quantization_config": dict(source.scheme)}
     _write_json(folder / "config.json", config)
 

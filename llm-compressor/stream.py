@@ -52,7 +52,7 @@ def quantize(
             done()
         save_file(made, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(made, file)
-    _write_index(source, where, folder)
+    write_index(source, where, folder)
     config = dict(source.config) | {"quantization_config": quantization_config(method)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return errors
@@ -131,7 +131,8 @@ def _round(
     return stored, (missed / norm) ** 0.5 if norm else 0.0
 
 
-def _write_index(source: checkpoint.Checkpoint, where: dict[str, str], folder: Path) -> None:
+def write_index(source: checkpoint.Checkpoint, where: dict[str, str], folder: Path) -> None:
+    """The index of the files in `folder`, tensor name -> file, if `source` has one."""
     if (source.folder / INDEX).exists():
         size = sum((folder / file).stat().st_size for file in set(where.values()))
         index = {"metadata": {"total_size": size}, "weight_map": where}

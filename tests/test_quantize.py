@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import calibration
 import pytest
+import quantize_nvfp4
+import smollm2
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -17,10 +20,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from qerl import checkpoint, nvfp4
 
 SCRIPTS = Path(__file__).parent.parent / "llm-compressor"
-sys.path.insert(0, str(SCRIPTS))
-import calibration  # noqa: E402  programs, in no package
-import quantize_nvfp4  # noqa: E402
-import smollm2  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+import quantize_nvfp4
+import stream
 import tiny
 import torch
 from compressed_tensors.offload import load
@@ -15,10 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from qerl import checkpoint, nvfp4
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "llm-compressor"))
-import quantize_nvfp4  # noqa: E402  programs, in no package
-import stream  # noqa: E402
 
 MODELS = {"llama, tied": ("llama", True), "qwen2, biases": ("qwen2", False)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+import scales
 import torch
 
 from qerl import nvfp4
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "llm-compressor"))
-
-import scales  # noqa: E402, found by the line above
 
 POSITIVE = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
 WEIGHTS = {

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import foreign
 import pytest
+import repair
 import test_checkpoint as folders
 import torch
 
 from qerl import checkpoint, nvfp4
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "llm-compressor"))
-import repair  # noqa: E402  a program's sibling, in no package
 
 GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
 

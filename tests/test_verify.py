@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import foreign
 import pytest
+import quantize_nvfp4
+import repair
 import tiny
 import torch
+import verify
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qerl import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "llm-compressor"))
-import quantize_nvfp4  # noqa: E402  programs, in no package
-import repair  # noqa: E402
-import verify  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
