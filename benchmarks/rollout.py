@@ -202,6 +202,7 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
         nf4=job["arm"] == "nf4",
         noise=job["noise"],
         gpu_memory_utilization=job["gpu_memory"],
+        kv_cache_gib=job["kv_gib"] or 0.0,
         linear_backend=job["linear_backend"],
     )
     engine = bent_engine(settings, job)

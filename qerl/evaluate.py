@@ -128,6 +128,7 @@ def majority(correct, texts: list[str], verdicts: list[bool]) -> float | None:
 def _evaluate(arguments) -> None:
     """Sample and score every data set with one engine."""
     from qerl import checkpoint
+    from qerl.rollout import Sampling
 
     names = arguments.dataset.split(",")
     for name in names:
@@ -146,8 +147,11 @@ def _evaluate(arguments) -> None:
     report = {"model": str(folder), "adapter": arguments.adapter, **_sampling_record(arguments)}
     report["adapter_logp_change"] = _sync(engine, loaded, prompts[names[0]][:8])
     report["datasets"] = {}
+    sampling = Sampling(arguments.max_completion_length, arguments.temperature, arguments.top_p)
     for name, task in tasks.items():
-        result = _run_task(engine, tokenizer, task, prompts[name], arguments)
+        result = run_task(
+            engine, tokenizer, task, prompts[name], sampling, arguments.samples, arguments.seed
+        )
         _publish(arguments, report, name, result)
 
 
@@ -221,19 +225,19 @@ def _distance(a: list[list[float]], b: list[list[float]]) -> float:
     return sum(abs(x - y) for x, y in pairs) / len(pairs)
 
 
-def _run_task(engine, tokenizer, task, prompts, arguments) -> dict:
-    from qerl.rollout import Sampling
+def run_task(engine, tokenizer, task, prompts, sampling, samples: int, seed: int) -> dict:
+    """Sample every prompt of a task `samples` times from `engine` as it is: `summary` and lengths.
 
-    repeated = [ids for ids in prompts for _ in range(arguments.samples)]
-    sampling = Sampling(arguments.max_completion_length, arguments.temperature, arguments.top_p)
-    drawn = engine.generate(repeated, sampling, seed=arguments.seed)
+    prompts: token ids, one list a row of the task; sampling: a qerl.rollout.Sampling.
+    """
+    repeated = [ids for ids in prompts for _ in range(samples)]
+    drawn = engine.generate(repeated, sampling, seed=seed)
     flat = tokenizer.batch_decode([c.token_ids for c in drawn], skip_special_tokens=True)
-    k = arguments.samples
-    texts = [flat[i : i + k] for i in range(0, len(flat), k)]
+    texts = [flat[i : i + samples] for i in range(0, len(flat), samples)]
     asked = list(zip(texts, task.rows, strict=True))
     verdicts = [[task.correct(text, row["answer"]) for text in said] for said, row in asked]
     pairs = zip(texts, verdicts, strict=True)
-    majorities = [majority(task.correct, *pair) for pair in pairs] if k > 1 else None
+    majorities = [majority(task.correct, *pair) for pair in pairs] if samples > 1 else None
     lengths = [len(completion.token_ids) for completion in drawn]
     finished = sum(completion.finished for completion in drawn) / len(drawn)
     return summary(task.rows, verdicts, majorities) | {

@@ -33,18 +33,56 @@ PACKAGES = (
 def main(argv: list[str] | None = None) -> int:
     config = settings.parse(argv)
     try:
-        config.check()
-        plan = _plan(config)
-        continued = run_folder.check_output_dir(config)
-        if not config.dry_run:
-            run_folder.make_output_dir(config)
+        plan = prepare(config)
     except (ValueError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(plan.describe(config))
     if not config.dry_run:
-        _run(config, plan, continued)
+        run(config, plan)
     return 0
+
+
+def prepare(config: TrainConfig) -> Plan:
+    """Check all that a user can get wrong and hold the run folder; loads no weights.
+
+    Raises ValueError, or ConnectionError for a hub out of reach, with the way out.
+    """
+    config.check()
+    plan = _plan(config)
+    continued = run_folder.check_output_dir(config)
+    if not config.dry_run:
+        run_folder.make_output_dir(config)
+    return dataclasses.replace(plan, continued=continued)
+
+
+def run(config: TrainConfig, plan: Plan, engine=None) -> None:
+    """Train, or go on training, to the end: the adapter is in the run folder's adapter/ then.
+
+    engine: a qerl.rollout.Engine that fits `engine_settings`, to be used again; None: a new one.
+    Ends the program (SystemExit) when sampler and trainer are not one policy, or gradients are
+    not finite three steps in a row.
+    """
+    run_dir = Path(config.output_dir)
+    if (run_dir / "adapter").is_dir():
+        print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
+        return
+    resume = run_folder.last_checkpoint(run_dir) if plan.continued else None
+    run_folder.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
+    if not plan.continued:
+        run_folder.write_json(run_dir / "config.json", _record(config))
+    trainer = _build(config, plan, engine or _engine(config, plan))
+    if resume:
+        print(f"continuing from {resume}")
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if trainer.alarms.hopeless:
+        sys.exit(
+            f"error: ended at step {trainer.state.global_step}: {trainer.alarms.failed_in_a_row} "
+            "steps in a row had gradients that are NaN or infinite. The last checkpoint in "
+            f"{run_dir} holds the adapter as it was before them; the same command continues from "
+            "it, a lower --learning-rate in another --output-dir starts anew"
+        )
+    _save_adapter(trainer.model, run_dir / "adapter")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +95,7 @@ class Plan:
     left_out: int  # prompts longer than --max-prompt-length
     steps: int
     schedule: Schedule | None  # of the noise
+    continued: bool = False  # whether the run folder holds this very run already
 
     def describe(self, config: TrainConfig) -> str:
         lines = [f"  --{k.replace('_', '-')} {v}" for k, v in dataclasses.asdict(config).items()]
@@ -113,6 +152,11 @@ def _check_machine(config: TrainConfig) -> None:
 
     if config.precision == "nf4" and not config.dry_run:
         checkpoint.require_nf4()
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"WORLD_SIZE {processes}: a run is one process on one GPU; start it with python, not "
+            "with torchrun or accelerate launch"
+        )
     known = ["none", *get_available_reporting_integrations()]
     if config.report_to not in known:
         raise ValueError(f"--report-to {config.report_to}: expected one of {', '.join(known)}")
@@ -120,29 +164,6 @@ def _check_machine(config: TrainConfig) -> None:
         raise ValueError(
             f"--optim {config.optim} needs a GPU and none is visible: use --optim adamw_torch"
         )
-
-
-def _run(config: TrainConfig, plan: Plan, continued: bool) -> None:
-    run_dir = Path(config.output_dir)
-    if (run_dir / "adapter").is_dir():
-        print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
-        return
-    resume = run_folder.last_checkpoint(run_dir) if continued else None
-    run_folder.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
-    if not continued:
-        run_folder.write_json(run_dir / "config.json", _record(config))
-    trainer = _build(config, plan, _engine(config, plan) if config.use_vllm else None)
-    if resume:
-        print(f"continuing from {resume}")
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    if trainer.alarms.hopeless:
-        sys.exit(
-            f"error: ended at step {trainer.state.global_step}: {trainer.alarms.failed_in_a_row} "
-            "steps in a row had gradients that are NaN or infinite. The last checkpoint in "
-            f"{run_dir} holds the adapter as it was before them; the same command continues from "
-            "it, a lower --learning-rate in another --output-dir starts anew"
-        )
-    _save_adapter(trainer.model, run_dir / "adapter")
 
 
 def _build(config: TrainConfig, plan: Plan, engine):
@@ -188,26 +209,32 @@ def _prove(config: TrainConfig, plan: Plan, engine, model) -> None:
 
 
 def _engine(config: TrainConfig, plan: Plan):
+    """A new engine, or None where transformers samples."""
+    from qerl.rollout import Engine
+
+    return Engine(engine_settings(config, plan)) if config.use_vllm else None
+
+
+def engine_settings(config: TrainConfig, plan: Plan):
+    """What the engine of a run is built from, a qerl.rollout.EngineSettings."""
     import torch
 
     from qerl.policy import TARGETS
-    from qerl.rollout import Engine, EngineSettings
+    from qerl.rollout import EngineSettings
 
-    return Engine(
-        EngineSettings(
-            model=str(plan.folder),
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.completions_per_step,
-            lora_rank=config.lora_rank,
-            lora_modules=TARGETS,
-            nf4=config.precision == "nf4",
-            noise=config.has_noise,
-            noise_target=config.noise_target,
-            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            seed=config.random_state,
-            enforce_eager=config.enforce_eager,
-            sleep=torch.cuda.is_available(),
-        )
+    return EngineSettings(
+        model=str(plan.folder),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.completions_per_step,
+        lora_rank=config.lora_rank,
+        lora_modules=TARGETS,
+        nf4=config.precision == "nf4",
+        noise=config.has_noise,
+        noise_target=config.noise_target,
+        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        seed=config.random_state,
+        enforce_eager=config.enforce_eager,
+        sleep=torch.cuda.is_available(),
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qerl import adapter, compare, data, evaluate, policy, rewards
+from qerl.rollout import Sampling
 
 # --- numbers
 
@@ -354,11 +355,8 @@ def test_the_verdict_is_that_of_the_text_that_was_sampled(shared, tokenizer):
     task = data.load("arithmetic", "test", limit=4)
     seen = []
     asked = dataclasses.replace(task, correct=lambda *pair: seen.append(pair) or True)
-    arguments = evaluate._parse(
-        ["--samples", "2", "--max-completion-length", "6", "--max-prompt-length", "64"]
-    )
-    prompts = evaluate._prompts(tokenizer, asked, arguments)
-    result = evaluate._run_task(shared, tokenizer, asked, prompts, arguments)
+    prompts = [data.prompt_ids(tokenizer, row) for row in task.rows]
+    result = evaluate.run_task(shared, tokenizer, asked, prompts, Sampling(6), samples=2, seed=0)
     assert (result["accuracy"], result["metrics"].keys()) == (1.0, {"pass@1", "pass@2"})
     assert len(seen) == 8
     assert [answer for _, answer in seen[::2]] == [row["answer"] for row in task.rows]

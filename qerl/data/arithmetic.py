@@ -1,6 +1,6 @@
 """Arithmetic problems made on the spot: for a first run, for tests, and to watch learning happen.
 
-Four levels, from sums of two digits to nested terms. The prompt is as short as it can be, because
+Five levels, from sums of two digits to nested terms. The prompt is as short as it can be, because
 prompt tokens dominate the cost of a training step, and its system message is empty, because chat
 templates put a long one of their own where there is none.
 
@@ -15,7 +15,8 @@ import operator
 import random
 from collections.abc import Iterator
 
-# Rows where no limit is given; level 1 has 100 problems only, and gives all of its split.
+# Rows where no limit is given; levels with fewer problems (100 and 540) give
+# all of their split.
 DEFAULT_ROWS = {"train": 2_000, "test": 200}
 MOST_ROWS = 50_000
 
@@ -64,6 +65,13 @@ def _one_digit_sums(rng: random.Random) -> Iterator[tuple[str, int]]:
         yield _joined(a, "+", b)
 
 
+def _up_to_20(rng: random.Random) -> Iterator[tuple[str, int]]:
+    problems = list(itertools.product(range(1, 21), "+-*", range(1, 10)))
+    rng.shuffle(problems)
+    for problem in problems:
+        yield _joined(*problem)
+
+
 def _two_digits(rng: random.Random) -> Iterator[tuple[str, int]]:
     problems = list(itertools.product(range(10, 100), "+-", range(10, 100)))
     rng.shuffle(problems)
@@ -99,6 +107,7 @@ def _term(rng: random.Random, depth: int) -> tuple[str, int]:
 
 LEVELS = {
     "arithmetic": _one_digit_sums,
+    "arithmetic-mixed": _up_to_20,
     "arithmetic-2": _two_digits,
     "arithmetic-3": _products_and_three_sums,
     "arithmetic-4": _nested,

@@ -41,6 +41,7 @@ class EngineSettings:
     noise: bool = False  # whether syncs may carry noise
     noise_target: str = "norm"  # what it is added to, of qerl.noise.TARGETS
     gpu_memory_utilization: float = 0.3  # share of the device's memory, KV cache included
+    kv_cache_gib: float = 0.0  # of the KV cache; 0: what is left of that share
     seed: int = 0
     enforce_eager: bool = False  # no CUDA graphs
     sleep: bool = False  # whether sleep() may free the KV cache; GPU only
@@ -243,6 +244,8 @@ def _build(settings: EngineSettings):
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        # Given a size, vLLM does not measure what is free, so that engines may start side by side.
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) or None,
         seed=settings.seed,
         enforce_eager=settings.enforce_eager or on_cpu,
         # The probability a token was drawn with: after the temperature (and top-p, top-k).

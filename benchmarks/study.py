@@ -1,0 +1,382 @@
+"""Studies of what is learned: arms x learning rates x seeds of one small task, then their table.
+
+    python -m benchmarks.study exploration --runs RUNS     # as many of these side by side as fit
+    python -m benchmarks.study exploration --runs RUNS --report STEM
+
+A worker takes the next run that nobody has finished and nobody is at, so workers on one RUNS folder
+share the work and a killed one loses its last run alone. It keeps one engine, and so stays with the
+runs that fit it. Every run is qerl.train's, on the same problems in the same order for a seed. It
+is measured at a quarter, half and the end of its steps: the accuracy on held-out problems, sampled
+at the training's temperature with the adapter of that checkpoint and no noise, and the mean reward
+of the WINDOW steps up to there. --report reads what is finished and writes STEM.md, STEM.json and
+STEM.png. A rate is chosen by the same numbers that are reported: all of them are in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import gc
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import machine
+from qerl import adapter, config, data, evaluate, report, run_folder, train
+from qerl.statistics import mean_and_error
+
+MARKS = {"quarter": 0.25, "half": 0.5, "end": 1.0}  # shares of a run's steps
+WINDOW = 5  # steps over which a reward is averaged
+SAMPLES = 4  # completions of each held-out problem
+# Student's t for a two-sided 95% interval, by number of values.
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared: the flags that each arm adds to those that all share."""
+
+    arms: dict[str, str]
+    learning_rates: tuple[str, ...]
+    seeds: tuple[int, ...]
+    steps: int
+    flags: str
+    reference: str  # the arm that the others are compared with
+
+
+SMOLLM2 = """
+--num-generations 8 --max-prompt-length 64
+--max-completion-length 16 --mask-truncated-completions False --warmup-ratio 0 --max-grad-norm 1
+--optim adamw_torch --lora-rank 16 --lora-alpha 32 --gradient-checkpointing False --logging-steps 0
+--enforce-eager
+"""
+BF16 = "--model-name {models}/SmolLM2-135M-Instruct --precision bf16"
+NVFP4 = "--model-name {models}/SmolLM2-135M-Instruct-NVFP4A16-rtn"
+AQN = "--sigma-start 1e-2 --sigma-end 5e-4 --num-stages 10"  # the paper's table of settings
+QUICKSTART_AQN = "--sigma-start 3e-3 --sigma-end 3e-4 --num-stages 10"
+STUDIES = {
+    "exploration": Study(
+        arms={
+            "bf16": f"{BF16} --no-ln",
+            "bf16+aqn": f"{BF16} {AQN}",
+            "nf4": f"{BF16.replace('bf16', 'nf4')} --no-ln",
+            "nvfp4": f"{NVFP4} --no-ln",
+            "nvfp4+aqn": f"{NVFP4} {AQN}",
+            "nvfp4+aqn, uncorrected": f"{NVFP4} {AQN} --sampler-correction none",
+        },
+        learning_rates=("2e-4", "5e-4", "1e-3"),
+        seeds=(1, 2, 3, 4, 5),
+        steps=60,
+        flags=f"--dataset arithmetic-mixed --per-device-train-batch-size 64 {SMOLLM2}",
+        reference="nvfp4",
+    ),
+    "quantizers": Study(
+        arms={
+            method: f"{NVFP4.removesuffix('rtn')}{method} {QUICKSTART_AQN}"
+            for method in ("rtn", "mse", "gptq", "awq")
+        },
+        learning_rates=("5e-4",),
+        seeds=(1, 2, 3),
+        steps=40,
+        flags=f"--dataset arithmetic --per-device-train-batch-size 32 {SMOLLM2}",
+        reference="rtn",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study."""
+
+    study: Study
+    arm: str
+    learning_rate: str
+    seed: int
+    runs: Path
+
+    @property
+    def folder(self) -> Path:
+        name = "".join(c if c.isalnum() else "-" for c in self.arm)
+        return self.runs / f"{name}_{self.learning_rate}_{self.seed}"
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The step of each mark."""
+        return {mark: round(share * self.study.steps) for mark, share in MARKS.items()}
+
+    def config(self, models: Path) -> config.TrainConfig:
+        words = f"{self.study.flags} {self.study.arms[self.arm].format(models=models)}".split()
+        return config.parse(
+            [
+                *words,
+                *("--output-dir", str(self.folder), "--random-state", str(self.seed)),
+                *("--learning-rate", self.learning_rate, "--max-steps", str(self.study.steps)),
+                *("--save-steps", str(self.steps["quarter"]), "--save-total-limit", "4"),
+            ]
+        )
+
+    def result(self) -> dict | None:
+        """What was measured, once the run is finished."""
+        path = self.folder / RESULT
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
+def jobs(study: Study, runs: Path) -> list[Job]:
+    """Every run, seed by seed, so that what is finished early holds a little of everything."""
+    return [
+        Job(study, arm, rate, seed, runs)
+        for seed in study.seeds
+        for rate in study.learning_rates
+        for arm in study.arms
+    ]
+
+
+def work(todo: list[Job], models: Path) -> None:
+    """Do what is left of `todo` and fits the engine of the first run that is done."""
+    engine = base = None
+    for job in todo:
+        settings = job.config(models)
+        mine = settings.model_name, settings.precision, settings.has_noise
+        if base not in (None, mine):
+            continue
+        with claimed(job) as free:
+            if free and job.result() is None:
+                plan = train.prepare(settings)
+                engine, base = engine or build_engine(settings, plan), mine
+                run_folder.write_json(job.folder / RESULT, do(job, settings, plan, engine))
+
+
+@contextmanager
+def claimed(job: Job) -> Iterator[bool]:
+    """Whether no other worker is at this run, which is this one's within the block."""
+    job.runs.mkdir(parents=True, exist_ok=True)
+    with (job.runs / f".{job.folder.name}.claim").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def build_engine(settings: config.TrainConfig, plan):
+    """The engine of a run, with a small cache of its own, so that many share a GPU."""
+    from qerl.rollout import Engine
+
+    wanted = train.engine_settings(settings, plan)
+    return Engine(dataclasses.replace(wanted, gpu_memory_utilization=0.02, kv_cache_gib=0.5))
+
+
+def do(job: Job, settings: config.TrainConfig, plan, engine) -> dict:
+    """Train a run and measure it; its checkpoints go, their accuracies stay."""
+    import torch
+
+    try:
+        train.run(settings, plan, engine)
+    except SystemExit as stopped:  # gradients that are not finite, three times in a row
+        return {"stopped": str(stopped)}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    accuracy = {"start": held_out(job, settings, plan, engine, None)}
+    for mark, step in job.steps.items():
+        loaded = adapter.of_folder(job.folder / f"checkpoint-{step}")
+        accuracy[mark] = held_out(job, settings, plan, engine, loaded)
+    engine.sync(None)
+    for folder in job.folder.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    return {"accuracy": accuracy} | of_metrics(report.read(job.folder), job.steps)
+
+
+def held_out(job: Job, settings: config.TrainConfig, plan, engine, loaded) -> float:
+    """Accuracy at the training's own temperature, without noise."""
+    from qerl.rollout import Sampling
+
+    task = data.load(settings.dataset, "test")
+    prompts = [data.prompt_ids(plan.tokenizer, row) for row in task.rows]
+    engine.sync(loaded)
+    sampling = Sampling(settings.max_completion_length, settings.temperature)
+    found = evaluate.run_task(engine, plan.tokenizer, task, prompts, sampling, SAMPLES, job.seed)
+    return found["accuracy"]
+
+
+def of_metrics(rows: list[dict], steps: dict[str, int]) -> dict:
+    """Rewards and entropies at the marks, from the rows of metrics.jsonl; null for no value."""
+    found = {"alarms": sum(len(row["alarms"]) for row in rows)}
+    for key in ("reward", "entropy"):
+        found[key] = {mark: windowed(rows, key)[step - 1] for mark, step in steps.items()}
+    found["entropy"]["start"] = rows[0]["entropy"]
+    return found
+
+
+def windowed(rows: list[dict], key: str) -> list[float | None]:
+    """The mean of a key over the last WINDOW rows, at every row."""
+    values = [row[key] for row in rows]
+    windows = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
+    known = [[value for value in window if value is not None] for window in windows]
+    return [statistics.fmean(window) if window else None for window in known]
+
+
+def mean_and_interval(values: list[float]) -> tuple[float, float | None]:
+    """The mean over seeds and half of its 95% interval by Student's t; None for one seed."""
+    mean, error = mean_and_error(values)
+    return mean, None if error is None else T_95[len(values)] * error
+
+
+def table(study: Study, runs: Path) -> list[dict]:
+    """A row for each arm and rate: every measure's (mean, half of the interval), and the seeds."""
+    rows = []
+    for arm in study.arms:
+        for rate in study.learning_rates:
+            made = [Job(study, arm, rate, seed, runs) for seed in study.seeds]
+            found = {job.seed: job.result() for job in made if job.result()}
+            stopped = [seed for seed, result in found.items() if "stopped" in result]
+            whole = {seed: found[seed] for seed in found if seed not in stopped}
+            rows.append(summary(whole) | {"arm": arm, "rate": rate, "stopped": len(stopped)})
+    compare(rows, study.reference)
+    return rows
+
+
+def summary(results: dict[int, dict]) -> dict:
+    """(mean, half of the interval) of each measure over seeds."""
+    made = {"seeds": len(results), "end_by_seed": {}}
+    for key in ("accuracy", "reward", "entropy"):
+        for mark in ("start", *MARKS):
+            values = [r[key][mark] for r in results.values() if r[key].get(mark) is not None]
+            made[f"{key}_{mark}"] = mean_and_interval(values) if values else None
+    made["end_by_seed"] = {seed: result["accuracy"]["end"] for seed, result in results.items()}
+    return made
+
+
+def compare(rows: list[dict], reference: str) -> None:
+    """Mark the best rate of each arm, and add its difference to the reference, seed by seed."""
+    best = {}
+    for row in rows:
+        if row["seeds"] and row["accuracy_end"] > best.get(row["arm"], row)["accuracy_end"]:
+            best[row["arm"]] = row
+        elif row["seeds"]:
+            best.setdefault(row["arm"], row)
+    for row in best.values():
+        row["best"] = True
+        theirs = best.get(reference, {}).get("end_by_seed", {})
+        pairs = [(end, theirs[seed]) for seed, end in row["end_by_seed"].items() if seed in theirs]
+        if row["arm"] != reference and pairs:
+            row["difference"] = mean_and_interval([ours - other for ours, other in pairs])
+
+
+HEAD = (
+    "arm | rate | seeds | accuracy at a quarter | half | end | against {reference} | "
+    "reward at a quarter | half | end | entropy at step 1 | half | end"
+)
+
+
+def markdown(study: Study, rows: list[dict]) -> str:
+    """The table; accuracies and rewards in percent, the best rate of each arm in bold."""
+    head = HEAD.format(reference=study.reference)
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    for row in rows:
+        arm = f"**{row['arm']}**" if row.get("best") else row["arm"]
+        seeds = f"{row['seeds']}" + (f", {row['stopped']} stopped" if row["stopped"] else "")
+        cells = [arm, row["rate"], seeds]
+        cells += [percent(row[f"accuracy_{mark}"]) for mark in MARKS]
+        cells += [percent(row.get("difference"), "+")]
+        cells += [percent(row[f"reward_{mark}"]) for mark in MARKS]
+        cells += [plain(row[f"entropy_{mark}"]) for mark in ("start", "half", "end")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def percent(value: tuple | None, sign: str = "") -> str:
+    """ "61.2 ± 1.3" of a mean and half of its interval."""
+    if value is None:
+        return ""
+    mean, half = value
+    return f"{100 * mean:{sign}.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
+
+
+def plain(value: tuple | None) -> str:
+    if value is None:
+        return ""
+    return f"{value[0]:.2f}" + ("" if value[1] is None else f" ± {value[1]:.2f}")
+
+
+def draw(study: Study, rows: list[dict], runs: Path, output: Path) -> None:
+    """Reward and entropy by step at each arm's best rate: the mean over seeds, and its interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
+    for row in (row for row in rows if row.get("best")):
+        made = [Job(study, row["arm"], row["rate"], seed, runs) for seed in row["end_by_seed"]]
+        for axis, key in zip(axes, ("reward", "entropy"), strict=True):
+            curves = [windowed(report.read(job.folder), key) for job in made]
+            points = [mean_and_interval(list(values)) for values in zip(*curves, strict=True)]
+            steps, means = range(1, len(points) + 1), [mean for mean, _ in points]
+            line = axis.plot(steps, means, label=f"{row['arm']}, rate {row['rate']}")[0]
+            halves = [half or 0.0 for _, half in points]
+            bounds = [
+                [m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1)
+            ]
+            axis.fill_between(steps, *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes[0].set(title=f"reward, mean of {WINDOW} steps", xlabel="step", ylim=(0, 1))
+    axes[1].set(title="entropy, nats a token", xlabel="step")
+    axes[0].legend(fontsize="small")
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+
+
+def write_report(study: Study, runs: Path, stem: Path) -> None:
+    rows = table(study, runs)
+    if not any(row.get("best") for row in rows):
+        raise ValueError(f"{runs} holds no finished run of this study: start a worker first")
+    run_folder.write_json(f"{stem}.json", {"machine": machine(), "rows": rows})
+    Path(f"{stem}.md").write_text(markdown(study, rows) + "\n")
+    draw(study, rows, runs, Path(f"{stem}.png"))
+    print(markdown(study, rows))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("study", choices=STUDIES)
+    add("--runs", type=Path, required=True, help="folder of the runs; workers share it")
+    add("--models", type=Path, default=Path("models"), help="folder of the checkpoints (models)")
+    add("--arms", help="do these alone, separated by semicolons; default: all")
+    add("--report", type=Path, metavar="STEM", help="write the table of what is finished")
+    arguments = parser.parse_args(argv)
+    study = STUDIES[arguments.study]
+    try:
+        if arguments.report:
+            write_report(study, arguments.runs, arguments.report)
+        else:
+            work(chosen(jobs(study, arguments.runs), arguments.arms), arguments.models)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def chosen(todo: list[Job], arms: str | None) -> list[Job]:
+    """The runs of the arms that are named."""
+    names = set(arms.split(";")) if arms else {job.arm for job in todo}
+    if unknown := names - {job.arm for job in todo}:
+        raise ValueError(f"--arms {'; '.join(sorted(unknown))}: expected some of this study's")
+    return [job for job in todo if job.arm in names]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""benchmarks.study: who does which run, what is measured, and the arithmetic of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import study
+from qerl import config
+
+TINY = study.Study(
+    arms={"aqn": "--num-stages 2", "uncorrected": "--num-stages 2 --sampler-correction none"},
+    learning_rates=("1e-3",),
+    seeds=(1, 2),
+    steps=4,
+    flags="--model-name {model} --dataset arithmetic --per-device-train-batch-size 4 "
+    "--num-generations 2 --max-prompt-length 64 --max-completion-length 4 --optim adamw_torch "
+    "--mask-truncated-completions False --gradient-checkpointing False --logging-steps 0",
+    reference="aqn",
+)
+
+
+def written(job: study.Job, **values: float) -> None:
+    """A finished run that measured the same at every mark."""
+    job.folder.mkdir(parents=True)
+    marks = ("start", *study.MARKS)
+    result = {key: dict.fromkeys(marks, value) for key, value in values.items()}
+    (job.folder / study.RESULT).write_text(json.dumps(result))
+    rows = [{"step": step, "reward": 0.5, "entropy": 1.0} for step in (1, 2, 3)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (job.folder / "metrics.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("name", study.STUDIES)
+def test_every_run_of_a_study_is_one_that_training_takes(name, tmp_path):
+    """Also: runs of a seed differ in the arm's own flags and the rate alone."""
+    asked = study.STUDIES[name]
+    made = study.jobs(asked, tmp_path)
+    assert len(made) == len(asked.arms) * len(asked.learning_rates) * len(asked.seeds)
+    assert len({job.folder for job in made}) == len(made)
+    found = [job.config(Path("models")) for job in made]
+    for settings in found:
+        settings.check()
+        assert settings.stages_left_out(settings.max_steps) == 0
+        assert settings.max_steps % settings.save_steps == 0
+    own = {"model_name", "precision", "ln", "sigma_start", "sigma_end", "sampler_correction"}
+    free = own | {"output_dir", "random_state", "learning_rate"}
+    shared = {f.name for f in dataclasses.fields(config.TrainConfig)} - free
+    assert all(len({getattr(settings, name) for settings in found}) == 1 for name in shared)
+
+
+def test_two_workers_never_hold_one_run(tmp_path):
+    job = study.jobs(TINY, tmp_path)[0]
+    with study.claimed(job) as mine:
+        with study.claimed(job) as theirs:
+            assert (mine, theirs) == (True, False)
+    with study.claimed(job) as later:
+        assert later
+
+
+@pytest.mark.slow
+def test_a_study_trains_measures_and_reports_each_run_once(
+    engine, smollm2_nvfp4, tmp_path, monkeypatch, capsys
+):
+    flags = TINY.flags.format(model=smollm2_nvfp4)
+    asked = dataclasses.replace(TINY, flags=flags)
+    built = []
+    monkeypatch.setitem(study.STUDIES, "quantizers", asked)
+    monkeypatch.setattr(study, "build_engine", lambda *a: built.append(a) or engine)
+    arguments = ["quantizers", "--runs", str(tmp_path)]
+    assert study.main(arguments) == 0
+    results = [job.result() for job in study.jobs(asked, tmp_path)]
+    assert len(built) == 1
+    for result in results:
+        assert set(result["accuracy"]) == {"start", "quarter", "half", "end"}
+        assert all(0 <= value <= 1 for value in result["accuracy"].values())
+        assert result["entropy"]["start"] > 0
+    assert not list(tmp_path.glob("*/checkpoint-*")) and len(list(tmp_path.glob("*/adapter"))) == 4
+    assert engine._request is None  # nothing of a run is left in the engine
+    monkeypatch.setattr(study, "do", lambda *a: pytest.fail("a finished run was done again"))
+    assert study.main(arguments) == 0
+    assert study.main([*arguments, "--report", str(tmp_path / "table")]) == 0
+    assert "| uncorrected | 1e-3 | 2 |" in capsys.readouterr().out.replace("**", "")
+    assert {path.suffix for path in tmp_path.glob("table.*")} == {".md", ".json", ".png"}
+
+
+def test_the_interval_is_students_and_the_difference_is_paired_by_seed(tmp_path):
+    asked = dataclasses.replace(TINY, learning_rates=("1e-4", "1e-3"))
+    ends = {("aqn", "1e-4"): (0.1, 0.3), ("aqn", "1e-3"): (0.4, 0.6)}
+    ends |= {("uncorrected", "1e-4"): (0.5, 0.7), ("uncorrected", "1e-3"): (0.2, 0.2)}
+    for job in study.jobs(asked, tmp_path):
+        end = ends[job.arm, job.learning_rate][job.seed - 1]
+        written(job, accuracy=end, reward=0.5, entropy=1.0)
+    rows = {(row["arm"], row["rate"]): row for row in study.table(asked, tmp_path)}
+    mean, half = rows["aqn", "1e-3"]["accuracy_end"]
+    # of two values the standard error is half their distance; t of one degree of freedom is 12.706
+    assert math.isclose(mean, 0.5) and math.isclose(half, 12.706 * 0.1)
+    assert [key for key, row in rows.items() if row.get("best")] == [
+        ("aqn", "1e-3"),
+        ("uncorrected", "1e-4"),
+    ]
+    mean, half = rows["uncorrected", "1e-4"]["difference"]  # 0.5 - 0.4 and 0.7 - 0.6
+    assert math.isclose(mean, 0.1) and math.isclose(half, 0, abs_tol=1e-9)
+    text = study.markdown(asked, list(rows.values()))
+    assert "| **uncorrected** | 1e-4 | 2 | 60.0 ± 127.1 |" in text and "| +10.0 ± 0.0 |" in text
+
+
+def test_a_stopped_run_is_counted_and_never_averaged(tmp_path):
+    first, second, *_ = study.jobs(TINY, tmp_path)
+    written(first, accuracy=0.5, reward=0.5, entropy=1.0)
+    second = dataclasses.replace(first, seed=2)
+    second.folder.mkdir()
+    (second.folder / study.RESULT).write_text('{"stopped": "NaN"}')
+    row = study.table(TINY, tmp_path)[0]
+    assert (row["seeds"], row["stopped"], row["accuracy_end"]) == (1, 1, (0.5, None))
+    assert "1, 1 stopped" in study.markdown(TINY, [row])
+
+
+def test_a_windowed_mean_passes_over_what_has_no_value():
+    rows = [{"reward": value} for value in (0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0)]
+    assert study.windowed(rows, "reward") == [0.0, 0.0, 0.5, 2 / 3, 0.75, 1.0, 1.0]
+    assert study.windowed([{"reward": None}], "reward") == [None]
+
+
+def test_a_study_without_a_finished_run_has_no_report(tmp_path, capsys):
+    arguments = ["quantizers", "--runs", str(tmp_path), "--report", str(tmp_path / "table")]
+    assert study.main(arguments) == 2
+    assert "holds no finished run" in capsys.readouterr().err
+    assert study.main(["quantizers", "--runs", str(tmp_path), "--arms", "fp8"]) == 2
