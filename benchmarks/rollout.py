@@ -18,11 +18,11 @@ and --output-tokens, after a warm-up; the difference is decoding alone. Decode t
 short time; "all" is every sampled token by the whole long time. Batches go up; one that is foreseen
 to end beyond --seconds of sampling is skipped, and the table says so.
 
-Starting an engine takes longer than measuring it. With --lock FILE several of these programs share
-a GPU: one measures, the others start. --kv-gib then gives each its cache, in place of a share of
-what is free. A neighbour that starts disturbs what is measured all the same (the spread shows it):
-start all engines at once with --start-only first, which fills vLLM's and Humming's caches, and then
-measure without company.
+Starting an engine takes longer than measuring it, and one that starts disturbs what is measured
+beside it. With --lock FILE several of these programs share a GPU, each with the cache that --kv-gib
+gives it: an engine that has started adds a line to FILE and waits for its lock to measure alone.
+Hold the lock (flock) until all lines are there, and nobody starts while another measures.
+--start-only fills vLLM's and Humming's caches, for measuring later.
 """
 
 from __future__ import annotations
@@ -344,11 +344,13 @@ def child(job: dict) -> None:
 
 @contextmanager
 def alone(lock: str | None):
-    """Hold the lock file, if one is given: no other program that is given it measures meanwhile."""
+    """Say in the lock file, if one is given, that this engine has started, and wait to hold it."""
     if lock is None:
         yield
         return
     with open(lock, "a") as file:
+        file.write("started\n")
+        file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -394,7 +396,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--gpu-memory", type=float, default=0.85, help="vLLM's share of the GPU's memory (0.85)")
     add("--kv-gib", type=float, help="memory of the KV cache, whatever --gpu-memory says")
     add("--start-only", action="store_true", help="fill the caches of a first start; no speeds")
-    add("--lock", help="file that is locked while measuring, one for each GPU")
+    add("--lock", help="file to lock while measuring, one for each GPU")
     add("--noise", action="store_true", help=f"sample under AQN, sigma {SIGMA}; not the stock arms")
     add("--linear-backend", default="", help="nvfp4: vLLM's name of a kernel (the engine's)")
     add("--layers", type=int, help="number of layers (default: the model's)")
