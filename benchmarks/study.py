@@ -55,7 +55,7 @@ SMOLLM2 = """
 --num-generations 8 --max-prompt-length 64
 --max-completion-length 16 --mask-truncated-completions False --warmup-ratio 0 --max-grad-norm 1
 --optim adamw_torch --lora-rank 16 --lora-alpha 32 --gradient-checkpointing False --logging-steps 0
---enforce-eager
+--compile False
 """
 BF16 = "--model-name {models}/SmolLM2-135M-Instruct --precision bf16"
 NVFP4 = "--model-name {models}/SmolLM2-135M-Instruct-NVFP4A16-rtn"

@@ -75,8 +75,11 @@ class TrainConfig:
         0.3, "share of the GPU's memory for the sampler, its weights and KV cache, in (0, 1)"
     )
     temperature: float = _flag(1.0, "of sampling; log-probabilities are taken at it")
+    compile: bool = _flag(
+        True, "torch.compile in the engine; False: it starts sooner and samples a little slower"
+    )
     enforce_eager: bool = _flag(
-        False, "no CUDA graphs in the engine: starts faster, samples slower"
+        False, "no CUDA graphs in the engine either: starts soonest, samples slowest"
     )
     # Optimizer
     learning_rate: float = _flag(1e-5, "peak learning rate (paper: 1e-5 NVFP4, 5e-6 bf16)")

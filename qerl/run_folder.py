@@ -28,6 +28,7 @@ FREE_ON_RESUME = (
     "save_steps",
     "save_strategy",
     "vllm_gpu_memory_utilization",
+    "compile",
     "enforce_eager",
     "gradient_checkpointing",
     "parity_limit",

@@ -6,6 +6,7 @@ no kernel and needs no GPU; ask `available` before importing one of its modules.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -14,6 +15,7 @@ import torch
 OLDEST_CAPABILITY = (8, 0)
 
 
+@cache  # a training step asks thousands of times
 def available(device: torch.device | str) -> bool:
     """Whether the kernels run on `device`: a CUDA GPU, Ampere or later, with Triton installed."""
     device = torch.device(device)

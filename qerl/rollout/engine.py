@@ -28,6 +28,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
+# CUDA graphs of the decoding steps around vLLM's own kernels, without torch.compile.
+CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """What an engine is built from."""
@@ -43,7 +47,8 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.3  # share of the device's memory, KV cache included
     kv_cache_gib: float = 0.0  # of the KV cache; 0: what is left of that share
     seed: int = 0
-    enforce_eager: bool = False  # no CUDA graphs
+    enforce_eager: bool = False  # neither CUDA graphs nor torch.compile
+    compile: bool = True  # torch.compile before the CUDA graphs are captured
     sleep: bool = False  # whether sleep() may free the KV cache; GPU only
     linear_backend: str = ""  # vLLM's name of the W4A16 kernel; "": fastest_linear_backend()
 
@@ -230,9 +235,9 @@ def _build(settings: EngineSettings):
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    lora = {}
+    options = {} if settings.compile else {"compilation_config": CAPTURED}
     if settings.lora_rank:
-        lora = {
+        options |= {
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": min(r for r in LORA_SLOTS if r >= settings.lora_rank),
@@ -257,7 +262,7 @@ def _build(settings: EngineSettings):
         linear_backend=settings.linear_backend or fastest_linear_backend(),
         kv_cache_dtype="bfloat16",  # as the trainer computes, whatever the checkpoint says
         disable_log_stats=True,
-        **lora,
+        **options,
     )
 
 
