@@ -398,7 +398,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--start-only", action="store_true", help="fill the caches of a first start; no speeds")
     add("--lock", help="file to lock while measuring, one for each GPU")
     add("--noise", action="store_true", help=f"sample under AQN, sigma {SIGMA}; not the stock arms")
-    add("--linear-backend", default="", help="nvfp4: vLLM's name of a kernel (the engine's)")
+    add("--linear-backend", default="auto", help="nvfp4: vLLM's name of a kernel (the engine's)")
     add("--layers", type=int, help="number of layers (default: the model's)")
     add("--folder", type=Path, help="keep checkpoints here and use those that are there")
     add("--output", type=Path, help="write every row to this JSON file")

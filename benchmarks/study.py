@@ -58,7 +58,7 @@ SMOLLM2 = """
 --compile False
 """
 BF16 = "--model-name {models}/SmolLM2-135M-Instruct --precision bf16"
-NVFP4 = "--model-name {models}/SmolLM2-135M-Instruct-NVFP4A16-rtn"
+NVFP4 = "--model-name {models}/SmolLM2-135M-Instruct-NVFP4A16-rtn --linear-backend marlin"
 AQN = "--sigma-start 1e-2 --sigma-end 5e-4 --num-stages 10"  # the paper's table of settings
 QUICKSTART_AQN = "--sigma-start 3e-3 --sigma-end 3e-4 --num-stages 10"
 STUDIES = {
@@ -73,13 +73,13 @@ STUDIES = {
         },
         learning_rates=("2e-4", "5e-4", "1e-3"),
         seeds=(1, 2, 3, 4, 5),
-        steps=60,
+        steps=40,
         flags=f"--dataset arithmetic-mixed --per-device-train-batch-size 64 {SMOLLM2}",
         reference="nvfp4",
     ),
     "quantizers": Study(
         arms={
-            method: f"{NVFP4.removesuffix('rtn')}{method} {QUICKSTART_AQN}"
+            method: f"{NVFP4.replace('rtn', method)} {QUICKSTART_AQN}"
             for method in ("rtn", "mse", "gptq", "awq")
         },
         learning_rates=("5e-4",),

@@ -20,6 +20,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
 # Of transformers' names, those that need no argument that is not a flag here.
 CPU_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd")
 GPU_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+LINEAR_BACKENDS = ("auto", "humming", "marlin")  # of vLLM, for NVFP4 on a GPU
 LR_SCHEDULES = (
     "cosine",
     "cosine_with_restarts",
@@ -75,6 +76,9 @@ class TrainConfig:
         0.3, "share of the GPU's memory for the sampler, its weights and KV cache, in (0, 1)"
     )
     temperature: float = _flag(1.0, "of sampling; log-probabilities are taken at it")
+    linear_backend: str = _flag(
+        "auto", "vLLM's kernel for NVFP4 linears; auto: the fastest installed", LINEAR_BACKENDS
+    )
     compile: bool = _flag(
         True, "torch.compile in the engine; False: it starts sooner and samples a little slower"
     )

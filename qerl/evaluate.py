@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from qerl import data, rewards, run_folder, statistics
-from qerl.config import LORA_SLOTS, kebab
+from qerl.config import LINEAR_BACKENDS, LORA_SLOTS, kebab
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,6 +197,7 @@ def _engine(arguments, folder, loaded):
             lora_modules=loaded.modules if loaded else (),
             gpu_memory_utilization=arguments.vllm_gpu_memory_utilization,
             seed=arguments.seed,
+            linear_backend=arguments.linear_backend,
         )
     )
 
@@ -285,6 +286,7 @@ def _parse(argv):
     add("--max-completion-length", type=int, default=4096, help="tokens")
     add("--max-num-seqs", type=int, default=128, help="sequences sampled at once")
     add("--vllm-gpu-memory-utilization", type=float, default=0.8, help="share of GPU memory")
+    add("--linear-backend", choices=LINEAR_BACKENDS, default="auto", help="as train's")
     add("--seed", type=int, default=0, help="of sampling")
     add("--completions", default="", help='score a .jsonl of "completion", "answer"; no model')
     add("--output", default="", help="JSON file to write")

@@ -28,6 +28,7 @@ FREE_ON_RESUME = (
     "save_steps",
     "save_strategy",
     "vllm_gpu_memory_utilization",
+    "linear_backend",
     "compile",
     "enforce_eager",
     "gradient_checkpointing",

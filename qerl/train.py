@@ -233,6 +233,7 @@ def engine_settings(config: TrainConfig, plan: Plan):
         noise_target=config.noise_target,
         gpu_memory_utilization=config.vllm_gpu_memory_utilization,
         seed=config.random_state,
+        linear_backend=config.linear_backend,
         compile=config.compile,
         enforce_eager=config.enforce_eager,
         sleep=torch.cuda.is_available(),

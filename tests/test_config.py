@@ -333,6 +333,7 @@ def test_settings_that_do_not_alter_learning_may_change(tmp_path):
     folder = saved(tmp_path / "run")
     others = {"report_to": "wandb", "run_name": "x", "logging_steps": 5, "save_total_limit": 9}
     others |= {"save_steps": 7, "save_strategy": "no", "enforce_eager": True, "compile": False}
+    others |= {"linear_backend": "marlin"}
     others |= {"vllm_gpu_memory_utilization": 0.1, "gradient_checkpointing": False}
     others |= {"parity_limit": 0.3}
     config = dataclasses.replace(parsed(output_dir=folder), **others, dry_run=True)

@@ -50,7 +50,7 @@ class EngineSettings:
     enforce_eager: bool = False  # neither CUDA graphs nor torch.compile
     compile: bool = True  # torch.compile before the CUDA graphs are captured
     sleep: bool = False  # whether sleep() may free the KV cache; GPU only
-    linear_backend: str = ""  # vLLM's name of the W4A16 kernel; "": fastest_linear_backend()
+    linear_backend: str = "auto"  # vLLM's name of the W4A16 kernel; fastest_linear_backend()
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,10 @@ def _build(settings: EngineSettings):
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    backend = settings.linear_backend
+    backend = fastest_linear_backend() if backend == "auto" else backend
+    if backend == "humming":
+        _compat.let_humming_tile_soundly()
     options = {} if settings.compile else {"compilation_config": CAPTURED}
     if settings.lora_rank:
         options |= {
@@ -259,7 +263,7 @@ def _build(settings: EngineSettings):
         additional_config={"qerl_noise": settings.noise_target if settings.noise else ""},
         enable_sleep_mode=settings.sleep,
         quantization="bitsandbytes" if settings.nf4 else None,
-        linear_backend=settings.linear_backend or fastest_linear_backend(),
+        linear_backend=backend,
         kv_cache_dtype="bfloat16",  # as the trainer computes, whatever the checkpoint says
         disable_log_stats=True,
         **options,

@@ -16,6 +16,7 @@ import torch
 from vllm.platforms import current_platform
 
 from qerl.rollout.lora import join_shrinks
+from qerl.rollout.proof import require_right_linears
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -25,6 +26,7 @@ else:
 # Each norm and the projection that it feeds, as vLLM fuses them, inside one decoder layer.
 FEEDS = {"input_layernorm": "self_attn.qkv_proj", "post_attention_layernorm": "mlp.gate_up_proj"}
 UNFED = ("self_attn.o_proj", "mlp.down_proj")  # the quantized linears that no norm feeds
+NVFP4 = ("compressed-tensors", "modelopt", "modelopt_fp4")  # vLLM's names of its formats
 HASH = 0x9E3779B1 - 2**32  # odd, 2**32 / golden ratio (Knuth's multiplicative hash), as int32
 
 
@@ -111,6 +113,9 @@ class QeRLWorker(_Worker):
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
+        if self.model_config.quantization in NVFP4 and not current_platform.is_cpu():
+            sequences = self.vllm_config.scheduler_config.max_num_seqs
+            require_right_linears(self.model_runner.model, sequences)
         if target := self.vllm_config.additional_config["qerl_noise"]:
             make_room(self.model_runner.model, target)
         if self.vllm_config.lora_config is not None:

@@ -1,0 +1,61 @@
+"""The start-up proof that vLLM's linear kernels compute the same at every batch size.
+
+A kernel for 4-bit weights has a tiling for each range of batch sizes, and one tiling can be wrong
+where all others are right: Humming 0.1.10 on Hopper gave wrong rows for 49 to 56 sequences
+(qerl._compat mends that one). As rollouts end one by one, the batch passes through every size. That
+the rows are those of the trainer's weights is qerl.parity's to prove; this is about all sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+CHUNK = 32  # rows a call of what every other size is compared with
+PREFILL = 2048  # rows, as vLLM's prefill has
+TOLERANCE = 0.02  # relative error of a row; bf16 sums in another order came to 0.008 on an H200
+
+
+def wrong_sizes(
+    apply: Callable[[torch.Tensor], torch.Tensor], columns: int, sizes: Iterable[int], device
+) -> list[int]:
+    """The sizes M at which apply(x [M, K]) -> [M, N] has a row unlike that of CHUNK rows at a time.
+
+    x is random, K = `columns`, in bf16.
+    """
+    sizes = sorted(set(sizes))
+    generator = torch.Generator(device).manual_seed(0)
+    x_TK = torch.randn(sizes[-1], columns, generator=generator, device=device).bfloat16()
+    expected_TN = torch.cat([apply(part) for part in x_TK.split(CHUNK)]).float()
+    size_T = expected_TN.norm(dim=1)
+    found = []
+    for size in sizes:
+        error_T = (apply(x_TK[:size]).float() - expected_TN[:size]).norm(dim=1) / size_T[:size]
+        if not bool((error_T < TOLERANCE).all()):  # NaN is not below it
+            found.append(size)
+    return found
+
+
+def require_right_linears(model: torch.nn.Module, sequences: int) -> None:
+    """Raise RuntimeError unless the linears of a vLLM model are right at every batch size.
+
+    One of each shape, for 1 to `sequences` rows, as decoding has, and PREFILL.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    shapes = {}
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            shapes[tuple(module.output_partition_sizes), module.input_size] = module
+    for (rows, columns), linear in shapes.items():
+        device = next(linear.parameters()).device
+        sizes = [*range(1, sequences + 1), PREFILL]
+        wrong = wrong_sizes(
+            lambda x, li=linear: li.quant_method.apply(li, x), columns, sizes, device
+        )
+        if wrong:
+            raise RuntimeError(
+                f"vLLM's kernel for the linears of {sum(rows)} x {columns} is wrong for batches of "
+                f"{', '.join(map(str, wrong))} rows: take another, --linear-backend marlin"
+            )

@@ -1,0 +1,40 @@
+"""The start-up proof of the engine's linears, on kernels that are right and some that are not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qerl.rollout.proof import wrong_sizes
+
+WEIGHT_NK = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def right(x_TK: torch.Tensor) -> torch.Tensor:
+    return x_TK @ WEIGHT_NK.T
+
+
+def test_a_right_kernel_is_wrong_at_no_size():
+    assert wrong_sizes(right, 32, [*range(1, 130), 500], "cpu") == []
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.1, math.nan])
+def test_one_wrong_row_in_a_range_of_sizes_is_found_at_just_those(wrong):
+    """As Humming's tile of 56 rows: the last rows of batches of 49 to 56."""
+
+    def kernel(x_TK):
+        y_TN = right(x_TK).clone()
+        if 48 < len(x_TK) <= 56:
+            y_TN[-1] *= wrong
+        return y_TN
+
+    assert wrong_sizes(kernel, 32, range(1, 65), "cpu") == list(range(49, 57))
+
+
+def test_a_kernel_that_is_wrong_where_it_is_compared_is_wrong_everywhere_else():
+    def kernel(x_TK):
+        return right(x_TK) * (2 if len(x_TK) == 32 else 1)
+
+    assert wrong_sizes(kernel, 32, [1, 31, 32], "cpu") == [1, 31]
