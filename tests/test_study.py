@@ -47,8 +47,8 @@ def test_every_run_of_a_study_is_one_that_training_takes(name, tmp_path):
         settings.check()
         assert settings.stages_left_out(settings.max_steps) == 0
         assert settings.max_steps % settings.save_steps == 0
-    own = {"model_name", "precision", "ln", "sigma_start", "sigma_end", "sampler_correction"}
-    free = own | {"output_dir", "random_state", "learning_rate"}
+    own = {"model_name", "precision", "linear_backend", "ln", "sigma_start", "sigma_end"}
+    free = own | {"sampler_correction", "output_dir", "random_state", "learning_rate"}
     shared = {f.name for f in dataclasses.fields(config.TrainConfig)} - free
     assert all(len({getattr(settings, name) for settings in found}) == 1 for name in shared)
 
