@@ -58,7 +58,7 @@ SMOLLM2 = """
 --compile False
 """
 BF16 = "--model-name {models}/SmolLM2-135M-Instruct --precision bf16"
-NVFP4 = "--model-name {models}/SmolLM2-135M-Instruct-NVFP4A16-rtn --linear-backend marlin"
+NVFP4 = "--model-name {models}/SmolLM2-135M-Instruct-NVFP4A16-rtn"
 AQN = "--sigma-start 1e-2 --sigma-end 5e-4 --num-stages 10"  # the paper's table of settings
 QUICKSTART_AQN = "--sigma-start 3e-3 --sigma-end 3e-4 --num-stages 10"
 STUDIES = {
