@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl import train
 from qerl.config import TrainConfig, parse
 from qerl.noise import Schedule
 from qerl.run_folder import FREE_ON_RESUME, check_output_dir, make_output_dir, write_json
@@ -371,6 +372,14 @@ def test_a_json_file_is_written_whole_or_not_at_all(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_a_run_of_several_processes_is_refused(monkeypatch):
+    """The second would find the run folder held by the first, or wait for it for ever."""
+    train._check_machine(parsed("--optim", "adamw_torch"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE 2: a run is one process on one GPU"):
+        train._check_machine(parsed("--optim", "adamw_torch"))
+
+
 # --- the whole program, before any weight is loaded
 
 MISTAKES = {
@@ -391,6 +400,7 @@ MISTAKES = {
     "group": (["--num-generations", "3"], "does not divide the batch of 8"),
     "paged optimizer on a CPU": (["--optim", "paged_adamw_32bit"], "use --optim adamw_torch"),
     "optimizer on a CPU": (["--optim", "adamw_8bit"], "use --optim adamw_torch"),
+    "kernel on a CPU": (["--linear-backend", "marlin"], "is a kernel for GPUs"),
     "tracker": (["--report-to", "trackio"], "--report-to trackio"),
     "output folder": (["--output-dir", "{file}/run"], "is not writable"),
     "output folder, dry": (["--output-dir", "{file}/run", "--dry-run"], "is not writable"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from qerl import _compat
 from qerl.rollout.proof import wrong_sizes
 
 WEIGHT_NK = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -38,3 +41,26 @@ def test_a_kernel_that_is_wrong_where_it_is_compared_is_wrong_everywhere_else():
         return right(x_TK) * (2 if len(x_TK) == 32 else 1)
 
     assert wrong_sizes(kernel, 32, [1, 31, 32], "cpu") == [1, 31]
+
+
+class Hopper:
+    """As Humming's heuristics for Hopper answer: the rows of a tile, and blocks that share it."""
+
+    @classmethod
+    def get_config(cls, meta, shape_m, *flags):
+        return {"block_shape": (-(-shape_m // 8) * 8, *flags), "multi_cast_size_a": 2}
+
+
+def test_humming_is_kept_from_its_two_wrong_tilings_and_from_nothing_else(monkeypatch):
+    tune = ModuleType("humming.tune")
+    tune.heuristics_map = {80: object, 90: Hopper}
+    monkeypatch.setitem(sys.modules, "humming", SimpleNamespace(tune=tune))
+    monkeypatch.setitem(sys.modules, "humming.tune", tune)
+    _compat.let_humming_tile_soundly()
+    mended = tune.heuristics_map[90]
+    for rows in range(1, 400):
+        config = mended.get_config(None, rows, 128)
+        expected = 64 if 49 <= rows <= 56 else -(-rows // 8) * 8
+        assert config == {"block_shape": (expected, 128), "multi_cast_size_a": 1}
+    _compat.let_humming_tile_soundly()
+    assert tune.heuristics_map == {80: object, 90: mended}

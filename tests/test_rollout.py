@@ -7,6 +7,7 @@ them as the second opinion.
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -17,7 +18,7 @@ from qerl import adapter, policy
 from qerl.adapter import Adapter
 from qerl.noise import Noise
 from qerl.rollout import Applied, Sampling
-from qerl.rollout.worker import FEEDS, NoisyLinear, noisy_norms, scaled
+from qerl.rollout.worker import FEEDS, NoisyLinear, QeRLWorker, noisy_norms, scaled
 
 pytestmark = pytest.mark.slow
 
@@ -349,6 +350,15 @@ def cached_tokens(engine, prompt: list[int]) -> int:
 
     [output] = engine._run([prompt], SamplingParams(max_tokens=1, temperature=0))
     return output.num_cached_tokens
+
+
+def test_going_to_sleep_does_not_ask_what_neighbours_on_the_gpu_take(monkeypatch):
+    """vLLM's own asserts that the whole GPU has more free memory then."""
+    levels = []
+    backend = SimpleNamespace(suspend=levels.append)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *a: pytest.fail("asked"))
+    QeRLWorker.sleep(SimpleNamespace(_get_sleep_mode_backend=lambda: backend))
+    assert levels == [1]
 
 
 def test_what_an_earlier_policy_left_in_the_prefix_cache_is_not_used(engine, two):

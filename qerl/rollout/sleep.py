@@ -13,6 +13,7 @@ class KvCacheSleep(SleepModeBackend):
     """Unmaps the cache's memory and maps fresh memory at the same addresses on waking."""
 
     def suspend(self, level: int = 1) -> None:
+        torch.cuda.synchronize()  # nothing may still read the cache
         self._state = "SUSPENDED"
         for data in self._cache():
             if not data.is_asleep:

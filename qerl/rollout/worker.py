@@ -6,8 +6,8 @@ factor for its input (NoisyLinear). All of it right after loading, before the mo
 its CUDA graphs are captured, so that later writes go to the very tensors the graphs read.
 
 vLLM's own sleep moves the weights to the host and back; between rollouts only the KV cache is in
-the trainer's way. Ours leaves the weights and the adapter's slot where they are, so that there is
-nothing to lose on waking.
+the trainer's way. Ours (qerl.rollout.sleep) leaves the weights and the adapter's slot where they
+are, so that there is nothing to lose on waking.
 """
 
 from __future__ import annotations
@@ -120,6 +120,13 @@ class QeRLWorker(_Worker):
             make_room(self.model_runner.model, target)
         if self.vllm_config.lora_config is not None:
             join_shrinks(self.model_runner.lora_manager._adapter_manager.modules.values())
+
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's, without its assertion that the whole GPU has more free memory afterwards.
+
+        Another process on the GPU may take some in that moment, which is none of our business.
+        """
+        self._get_sleep_mode_backend().suspend(level)
 
     def _get_sleep_mode_backend(self):
         from qerl.rollout.sleep import KvCacheSleep
