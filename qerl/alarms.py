@@ -79,8 +79,8 @@ ALARMS = {
         _gap_too_wide,
         "sampler and trainer differ by {logp_gap_mean} nats a token, more than --parity-limit "
         f"and {GAP_BY_SIGMA:.0f} times sigma explain. Usually the adapter or the noise reached "
-        "the sampler wrongly, or one of its kernels is wrong (--linear-backend marlin takes others): "
-        "do not trust the run, and report it",
+        "the sampler wrongly, or one of its kernels is wrong (--linear-backend marlin takes "
+        "others): do not trust the run, and report it",
     ),
 }
 
