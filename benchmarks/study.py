@@ -9,7 +9,7 @@ runs that fit it. Every run is qerl.train's, on the same problems in the same or
 is measured at a quarter, half and the end of its steps: the accuracy on held-out problems, sampled
 at the training's temperature with the adapter of that checkpoint and no noise, and the mean reward
 of the WINDOW steps up to there. --report reads what is finished and writes STEM.md, STEM.json and
-STEM.png. A rate is chosen by the same numbers that are reported: all of them are in the table.
+STEM.png (benchmarks/study_report.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import machine
 from qerl import adapter, config, data, evaluate, report, run_folder, train
-from qerl.statistics import mean_and_error
 
 MARKS = {"quarter": 0.25, "half": 0.5, "end": 1.0}  # shares of a run's steps
 WINDOW = 5  # steps over which a reward is averaged
 SAMPLES = 4  # completions of each held-out problem
-# Student's t for a two-sided 95% interval, by number of values.
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 RESULT = "result.json"
 
 
@@ -225,126 +221,6 @@ def windowed(rows: list[dict], key: str) -> list[float | None]:
     return [statistics.fmean(window) if window else None for window in known]
 
 
-def mean_and_interval(values: list[float]) -> tuple[float, float | None]:
-    """The mean over seeds and half of its 95% interval by Student's t; None for one seed."""
-    mean, error = mean_and_error(values)
-    return mean, None if error is None else T_95[len(values)] * error
-
-
-def table(study: Study, runs: Path) -> list[dict]:
-    """A row for each arm and rate: every measure's (mean, half of the interval), and the seeds."""
-    rows = []
-    for arm in study.arms:
-        for rate in study.learning_rates:
-            made = [Job(study, arm, rate, seed, runs) for seed in study.seeds]
-            found = {job.seed: job.result() for job in made if job.result()}
-            stopped = [seed for seed, result in found.items() if "stopped" in result]
-            whole = {seed: found[seed] for seed in found if seed not in stopped}
-            rows.append(summary(whole) | {"arm": arm, "rate": rate, "stopped": len(stopped)})
-    compare(rows, study.reference)
-    return rows
-
-
-def summary(results: dict[int, dict]) -> dict:
-    """(mean, half of the interval) of each measure over seeds."""
-    made = {"seeds": len(results), "end_by_seed": {}}
-    for key in ("accuracy", "reward", "entropy"):
-        for mark in ("start", *MARKS):
-            values = [r[key][mark] for r in results.values() if r[key].get(mark) is not None]
-            made[f"{key}_{mark}"] = mean_and_interval(values) if values else None
-    made["end_by_seed"] = {seed: result["accuracy"]["end"] for seed, result in results.items()}
-    return made
-
-
-def compare(rows: list[dict], reference: str) -> None:
-    """Mark the best rate of each arm, and add its difference to the reference, seed by seed."""
-    best = {}
-    for row in rows:
-        if row["seeds"] and row["accuracy_end"] > best.get(row["arm"], row)["accuracy_end"]:
-            best[row["arm"]] = row
-        elif row["seeds"]:
-            best.setdefault(row["arm"], row)
-    for row in best.values():
-        row["best"] = True
-        theirs = best.get(reference, {}).get("end_by_seed", {})
-        pairs = [(end, theirs[seed]) for seed, end in row["end_by_seed"].items() if seed in theirs]
-        if row["arm"] != reference and pairs:
-            row["difference"] = mean_and_interval([ours - other for ours, other in pairs])
-
-
-HEAD = (
-    "arm | rate | seeds | accuracy at a quarter | half | end | against {reference} | "
-    "reward at a quarter | half | end | entropy at step 1 | half | end"
-)
-
-
-def markdown(study: Study, rows: list[dict]) -> str:
-    """The table; accuracies and rewards in percent, the best rate of each arm in bold."""
-    head = HEAD.format(reference=study.reference)
-    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
-    for row in rows:
-        arm = f"**{row['arm']}**" if row.get("best") else row["arm"]
-        seeds = f"{row['seeds']}" + (f", {row['stopped']} stopped" if row["stopped"] else "")
-        cells = [arm, row["rate"], seeds]
-        cells += [percent(row[f"accuracy_{mark}"]) for mark in MARKS]
-        cells += [percent(row.get("difference"), "+")]
-        cells += [percent(row[f"reward_{mark}"]) for mark in MARKS]
-        cells += [plain(row[f"entropy_{mark}"]) for mark in ("start", "half", "end")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def percent(value: tuple | None, sign: str = "") -> str:
-    """ "61.2 ± 1.3" of a mean and half of its interval."""
-    if value is None:
-        return ""
-    mean, half = value
-    return f"{100 * mean:{sign}.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
-
-
-def plain(value: tuple | None) -> str:
-    if value is None:
-        return ""
-    return f"{value[0]:.2f}" + ("" if value[1] is None else f" ± {value[1]:.2f}")
-
-
-def draw(study: Study, rows: list[dict], runs: Path, output: Path) -> None:
-    """Reward and entropy by step at each arm's best rate: the mean over seeds, and its interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
-    for row in (row for row in rows if row.get("best")):
-        made = [Job(study, row["arm"], row["rate"], seed, runs) for seed in row["end_by_seed"]]
-        for axis, key in zip(axes, ("reward", "entropy"), strict=True):
-            curves = [windowed(report.read(job.folder), key) for job in made]
-            points = [mean_and_interval(list(values)) for values in zip(*curves, strict=True)]
-            steps, means = range(1, len(points) + 1), [mean for mean, _ in points]
-            line = axis.plot(steps, means, label=f"{row['arm']}, rate {row['rate']}")[0]
-            halves = [half or 0.0 for _, half in points]
-            bounds = [
-                [m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1)
-            ]
-            axis.fill_between(steps, *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes[0].set(title=f"reward, mean of {WINDOW} steps", xlabel="step", ylim=(0, 1))
-    axes[1].set(title="entropy, nats a token", xlabel="step")
-    axes[0].legend(fontsize="small")
-    figure.savefig(output, dpi=110)
-    pyplot.close(figure)
-
-
-def write_report(study: Study, runs: Path, stem: Path) -> None:
-    rows = table(study, runs)
-    if not any(row.get("best") for row in rows):
-        raise ValueError(f"{runs} holds no finished run of this study: start a worker first")
-    run_folder.write_json(f"{stem}.json", {"machine": machine(), "rows": rows})
-    Path(f"{stem}.md").write_text(markdown(study, rows) + "\n")
-    draw(study, rows, runs, Path(f"{stem}.png"))
-    print(markdown(study, rows))
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.study",
@@ -361,7 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     study = STUDIES[arguments.study]
     try:
         if arguments.report:
-            write_report(study, arguments.runs, arguments.report)
+            from benchmarks import study_report
+
+            study_report.write(study, arguments.runs, arguments.report)
         else:
             work(chosen(jobs(study, arguments.runs), arguments.arms), arguments.models)
     except (ValueError, OSError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import study
+from benchmarks import study, study_report
 from qerl import config
 
 TINY = study.Study(
@@ -95,7 +95,7 @@ def test_the_interval_is_students_and_the_difference_is_paired_by_seed(tmp_path)
     for job in study.jobs(asked, tmp_path):
         end = ends[job.arm, job.learning_rate][job.seed - 1]
         written(job, accuracy=end, reward=0.5, entropy=1.0)
-    rows = {(row["arm"], row["rate"]): row for row in study.table(asked, tmp_path)}
+    rows = {(row["arm"], row["rate"]): row for row in study_report.table(asked, tmp_path)}
     mean, half = rows["aqn", "1e-3"]["accuracy_end"]
     # of two values the standard error is half their distance; t of one degree of freedom is 12.706
     assert math.isclose(mean, 0.5) and math.isclose(half, 12.706 * 0.1)
@@ -105,7 +105,7 @@ def test_the_interval_is_students_and_the_difference_is_paired_by_seed(tmp_path)
     ]
     mean, half = rows["uncorrected", "1e-4"]["difference"]  # 0.5 - 0.4 and 0.7 - 0.6
     assert math.isclose(mean, 0.1) and math.isclose(half, 0, abs_tol=1e-9)
-    text = study.markdown(asked, list(rows.values()))
+    text = study_report.markdown(asked, list(rows.values()))
     assert "| **uncorrected** | 1e-4 | 2 | 60.0 ± 127.1 |" in text and "| +10.0 ± 0.0 |" in text
 
 
@@ -115,9 +115,9 @@ def test_a_stopped_run_is_counted_and_never_averaged(tmp_path):
     second = dataclasses.replace(first, seed=2)
     second.folder.mkdir()
     (second.folder / study.RESULT).write_text('{"stopped": "NaN"}')
-    row = study.table(TINY, tmp_path)[0]
+    row = study_report.table(TINY, tmp_path)[0]
     assert (row["seeds"], row["stopped"], row["accuracy_end"]) == (1, 1, (0.5, None))
-    assert "1, 1 stopped" in study.markdown(TINY, [row])
+    assert "1, 1 stopped" in study_report.markdown(TINY, [row])
 
 
 def test_a_windowed_mean_passes_over_what_has_no_value():
