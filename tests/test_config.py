@@ -400,7 +400,7 @@ MISTAKES = {
     "group": (["--num-generations", "3"], "does not divide the batch of 8"),
     "paged optimizer on a CPU": (["--optim", "paged_adamw_32bit"], "use --optim adamw_torch"),
     "optimizer on a CPU": (["--optim", "adamw_8bit"], "use --optim adamw_torch"),
-    "kernel on a CPU": (["--linear-backend", "marlin"], "is a kernel for GPUs"),
+    "kernel on a CPU": (["--linear-backend", "marlin"], "is about GPUs and none is visible"),
     "tracker": (["--report-to", "trackio"], "--report-to trackio"),
     "output folder": (["--output-dir", "{file}/run"], "is not writable"),
     "output folder, dry": (["--output-dir", "{file}/run", "--dry-run"], "is not writable"),

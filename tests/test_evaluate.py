@@ -180,6 +180,11 @@ def test_a_bad_line_of_completions_is_named(tmp_path, capsys, text, words):
         ("--temperature nan", "--temperature nan: expected 0"),
         ("--vllm-gpu-memory-utilization 80", "between 0 and 1, such as 0.8"),
         ("--seed -1", "--seed -1: expected at least 0"),
+        pytest.param(
+            "--model {model} --dataset arithmetic --linear-backend marlin",
+            "--linear-backend marlin is about GPUs",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+        ),
         (
             "--model {model} --dataset arithmetic,arithmetic-2 --limit 2 --max-prompt-length 22",
             "arithmetic-2 has a prompt of",

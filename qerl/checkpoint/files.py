@@ -136,6 +136,14 @@ def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
     return found
 
 
+def require_gpu(flag: str) -> None:
+    """Raise ValueError, about a flag that means something on a GPU alone, where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"{flag} is about GPUs and none is visible: leave it out")
+
+
 def require_nf4() -> None:
     """Raise ValueError where this machine cannot hold a 16-bit checkpoint in bitsandbytes' NF4."""
     import torch
