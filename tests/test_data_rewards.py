@@ -123,17 +123,22 @@ def write(folder, name: str, answers: list) -> None:
     )
 
 
+def stand_in(name: str, answers: list, folder, monkeypatch) -> None:
+    """Make `data.load(name)` read a folder of these answers in place of the hub's."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    write(folder / name, name, answers)
+    here = dataclasses.replace(hub.SOURCES[name], hub_id=str(folder / name))
+    monkeypatch.setitem(hub.SOURCES, name, here)
+
+
 @pytest.fixture
 def loaded(tmp_path, monkeypatch):
     """(name, answers) -> the task that `data.load` makes of the hub set with these answers."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
     def load(name: str, answers: list) -> data.Task:
-        write(tmp_path / name, name, answers)
-        here = dataclasses.replace(hub.SOURCES[name], hub_id=str(tmp_path / name))
-        monkeypatch.setitem(hub.SOURCES, name, here)
+        stand_in(name, answers, tmp_path, monkeypatch)
         task = data.load(name, split_of(name))
         assert len(task.rows) == len(answers)
         return task

@@ -9,10 +9,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import test_data_rewards as hub_sets
 import torch
 
 from qerl import adapter, compare, data, evaluate, policy, rewards
-from qerl.rollout import Sampling
+from qerl.rollout import Completion, Sampling
 
 # --- numbers
 
@@ -331,6 +332,65 @@ def test_an_untrained_adapter_does_not_pass_for_one(
 def test_several_data_sets_are_reported_apart(shared, smollm2_nvfp4, tmp_path):
     report = run(smollm2_nvfp4, tmp_path / "e.json", "--dataset", "arithmetic,arithmetic-2")
     assert list(report["datasets"]) == ["arithmetic", "arithmetic-2"]
+
+
+FIVE = ("gsm8k", "math500", "aime24", "aime25", "amc23")
+FIVE_FLAGS = f"""--dataset {",".join(FIVE)} --limit 2 --samples 2 --max-prompt-length 300
+    --max-completion-length 4""".split()
+
+
+@pytest.fixture
+def five_sets(tmp_path, monkeypatch):
+    """The evaluation sets, of two questions each, read by `datasets` in the hub's own layout."""
+    for name in FIVE:
+        hub_sets.stand_in(name, ["25", "70"], tmp_path, monkeypatch)
+
+
+def asked(tokenizer, name: str, problem: str) -> list[int]:
+    """The token ids of a problem under the one template of its set."""
+    messages = [{"role": "user", "content": data.hub.MATH_PROMPT.format(problem=problem)}]
+    if name == "gsm8k":
+        system = {"role": "system", "content": data.hub.TAGS_PROMPT}
+        messages = [system, {"role": "user", "content": problem}]
+    return data.prompt_ids(tokenizer, {"prompt": messages})
+
+
+@pytest.mark.slow
+def test_the_five_sets_of_the_hub_run_through_the_engine_under_their_own_prompts(
+    shared, five_sets, smollm2_nvfp4, tokenizer, tmp_path, monkeypatch
+):
+    given, generate = [], shared.generate
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            shared, "generate", lambda p, *a, **k: given.append(p) or generate(p, *a, **k)
+        )
+        results = run(smollm2_nvfp4, tmp_path / "e.json", *FIVE_FLAGS)["datasets"]
+    assert tuple(results) == FIVE
+    for name, prompts, result in zip(FIVE, given, results.values(), strict=True):
+        expected = [asked(tokenizer, name, problem) for problem in ("Problem 0?", "Problem 1?")]
+        assert sorted(prompts) == sorted(2 * expected)  # two samples each
+        assert (result["questions"], result["samples"]) == (2, 2)
+        assert list(result["metrics"]) == ["pass@1", "pass@2", "majority@2"]
+        assert 0 < result["completion_length"] <= 4
+
+
+def test_an_answer_in_the_asked_form_counts_in_each_of_the_five_sets(
+    five_sets, smollm2_nvfp4, tokenizer, tmp_path, monkeypatch
+):
+    """The engine says the first question's answer to both: right, and wrong."""
+    forms = iter([hub_sets.TAGS] + [hub_sets.BOXED] * 4)
+
+    class Scripted:
+        def generate(self, prompts, sampling, seed):
+            said = tokenizer(next(forms).format("25"))["input_ids"] + [tokenizer.eos_token_id]
+            return [Completion(said, [0.0] * len(said), True) for _ in prompts]
+
+    monkeypatch.setattr(evaluate, "_engine", lambda *a: Scripted())
+    results = run(smollm2_nvfp4, tmp_path / "e.json", *FIVE_FLAGS)["datasets"]
+    for result in results.values():
+        values = dict(result["by_question"])
+        del values["id"]
+        assert values == dict.fromkeys(("pass@1", "pass@2", "majority@2"), [1.0, 0.0])
 
 
 @pytest.mark.slow
