@@ -204,6 +204,7 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
         gpu_memory_utilization=job["gpu_memory"],
         kv_cache_gib=job["kv_gib"] or 0.0,
         linear_backend=job["linear_backend"],
+        compile=not job["no_compile"],
     )
     engine = bent_engine(settings, job)
     noise = Noise(seed=0, step=1, sigma=SIGMA) if job["noise"] else None
@@ -228,10 +229,16 @@ def bent_engine(settings, job: dict):
 
     from qerl.rollout import Engine
 
-    vllm.LLM = functools.partial(vllm.LLM, **vllm_options(job))
+    vllm.LLM = functools.partial(with_options, vllm.LLM, vllm_options(job))
     engine = Engine(settings)
     vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     return engine
+
+
+def with_options(build: Callable, options: dict, **named):
+    """build(**named) with `options` added; what both say of compiling is joined."""
+    both = [given.get("compilation_config") or {} for given in (options, named)]
+    return build(**options | named | {"compilation_config": both[0] | both[1]})
 
 
 def vllm_options(job: dict) -> dict:
@@ -365,7 +372,7 @@ def engines(ranks: list[int]) -> list[tuple[int, list[int]]]:
 
 def measure(args: argparse.Namespace, engine: dict, place: Path):
     """The rows of an engine; one that fails ends with a row that says so."""
-    names = ("batches", "prompt", "repeats", "seconds", "noise", "gpu_memory", "layers", "device")
+    names = "batches prompt repeats seconds noise no_compile gpu_memory layers device".split()
     job = engine | {name: getattr(args, name) for name in names}
     job |= {"output": args.output_tokens, "linear_backend": args.linear_backend}
     job |= {"lock": args.lock, "kv_gib": args.kv_gib, "start_only": args.start_only}
@@ -398,6 +405,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--start-only", action="store_true", help="fill the caches of a first start; no speeds")
     add("--lock", help="file to lock while measuring, one for each GPU")
     add("--noise", action="store_true", help=f"sample under AQN, sigma {SIGMA}; not the stock arms")
+    add("--no-compile", action="store_true", help="as train's --compile False; not the stock arms")
     add("--linear-backend", default="auto", help="nvfp4: vLLM's name of a kernel (the engine's)")
     add("--layers", type=int, help="number of layers (default: the model's)")
     add("--folder", type=Path, help="keep checkpoints here and use those that are there")
@@ -417,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.child is not None:
         child(json.loads(args.child))
         return 0
-    names = ("prompt", "output_tokens", "repeats", "noise", "linear_backend", "layers")
+    names = "prompt output_tokens repeats noise no_compile linear_backend layers".split()
     report = Report(COLUMNS, args.output, {name: getattr(args, name) for name in names})
     for shape in args.shapes:
         with workplace(args.folder) as place:  # temporary checkpoints go before the next are made

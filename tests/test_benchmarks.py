@@ -207,6 +207,19 @@ def test_the_real_engine_is_measured_without_a_gpu(tmp_path):
     assert all(row["decode_tokens_per_s"] > 0 and row["start_s"] > 0 for row in rows)
 
 
+def test_what_benchmark_and_engine_say_of_compiling_is_joined():
+    sizes, captured = {"cudagraph_capture_sizes": [1]}, {"mode": 0}
+    options = {"kv_cache_memory_bytes": 7, "compilation_config": sizes}
+    asked = rollout.with_options(dict, options, model="m", compilation_config=captured)
+    assert asked == {
+        "model": "m",
+        "kv_cache_memory_bytes": 7,
+        "compilation_config": sizes | captured,
+    }
+    assert rollout.with_options(dict, options, model="m")["compilation_config"] == sizes
+    assert rollout.with_options(dict, {}, model="m") == {"model": "m", "compilation_config": {}}
+
+
 def test_no_adapter_is_measured_in_an_engine_that_is_built_anyway():
     assert rollout.engines([0]) == [(0, [0])]
     assert rollout.engines([0, 64, 32]) == [(32, [0, 32]), (64, [64])]
