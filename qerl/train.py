@@ -176,9 +176,10 @@ def _build(config: TrainConfig, plan: Plan, engine):
     import torch
 
     from qerl import metrics, policy
-    from qerl import trainer as training
+    from qerl.arguments import grpo_config
+    from qerl.trainer import QeRLTrainer
 
-    arguments = training.grpo_config(config, plan.steps)
+    arguments = grpo_config(config, plan.steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nf4 = config.precision == "nf4"
     model = policy.load(plan.folder, device, use_kernels=config.kernels, nf4=nf4)
@@ -188,7 +189,7 @@ def _build(config: TrainConfig, plan: Plan, engine):
     count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
     if config.dynamic_sampling:  # its new prompts are drawn out of the whole data set
         count = max(count, len(plan.task.rows))
-    return training.QeRLTrainer(
+    return QeRLTrainer(
         config,
         engine,
         plan.schedule,
