@@ -138,7 +138,8 @@ def build_trainer(job: dict, model, output_dir: str):
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    from qerl.trainer import QeRLTrainer, grpo_config
+    from qerl.arguments import grpo_config
+    from qerl.trainer import QeRLTrainer
 
     class Trainer(QeRLTrainer):
         def _generate_and_score_completions(self, inputs):

@@ -71,7 +71,9 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
     run_folder.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
     if not plan.continued:
         run_folder.write_json(run_dir / "config.json", _record(config))
-    trainer = _build(config, plan, engine or _engine(config, plan))
+    if engine is None and config.use_vllm:
+        engine = _engine(config, plan)
+    trainer = _build(config, plan, engine)
     if resume:
         print(f"continuing from {resume}")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -173,9 +175,10 @@ def _build(config: TrainConfig, plan: Plan, engine):
     import torch
 
     from qerl import metrics, policy
-    from qerl import trainer as training
+    from qerl.arguments import grpo_config
+    from qerl.trainer import QeRLTrainer
 
-    arguments = training.grpo_config(config, plan.steps)
+    arguments = grpo_config(config, plan.steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nf4 = config.precision == "nf4"
     model = policy.load(plan.folder, device, use_kernels=config.kernels, nf4=nf4)
@@ -185,7 +188,7 @@ def _build(config: TrainConfig, plan: Plan, engine):
     count = -(-plan.steps // config.num_iterations) * config.prompts_per_step
     if config.dynamic_sampling:  # its new prompts are drawn out of the whole data set
         count = max(count, len(plan.task.rows))
-    return training.QeRLTrainer(
+    return QeRLTrainer(
         config,
         engine,
         plan.schedule,
@@ -211,10 +214,9 @@ def _prove(config: TrainConfig, plan: Plan, engine, model) -> None:
 
 
 def _engine(config: TrainConfig, plan: Plan):
-    """A new engine, or None where transformers samples."""
     from qerl.rollout import Engine
 
-    return Engine(engine_settings(config, plan)) if config.use_vllm else None
+    return Engine(engine_settings(config, plan))
 
 
 def engine_settings(config: TrainConfig, plan: Plan):

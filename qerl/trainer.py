@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with QeRL's sampler behind it, and a record of every step.
 
 TRL owns the algorithm (advantages, DAPO loss and its denominators, clipping, KL). This subclass
-hands its two seams, weight sync and generation, to qerl.rollout, weighs the loss by
+hands its two seams, weight sync and generation, to qerl.sampler, weighs the loss by
 qerl.correction, samples groups that teach nothing again, skips a step whose gradients are not
 finite, saves checkpoints whole or not at all, and writes metrics.jsonl and samples.jsonl.
 """
@@ -21,75 +21,20 @@ from pathlib import Path
 import torch
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
-from qerl import adapter, correction, groups
+from qerl import correction, groups
 from qerl.alarms import Alarms
 from qerl.config import TrainConfig
 from qerl.metrics import ROLLOUT_METRICS, TOKEN_METRICS, Tally, finite, peak_memory_gib
-from qerl.noise import Noise
 from qerl.rewards import soft_overlong_punishment
-from qerl.rollout import Applied, Engine, Sampling
+from qerl.rollout import Applied, Engine
 from qerl.run_folder import PARTIAL, append
+from qerl.sampler import Sampler
 
 OVERLONG = "overlong_punishment"  # the name of the reward function that punishes length
 SAMPLES_A_STEP = 4
-
-
-def grpo_config(config: TrainConfig, steps: int) -> GRPOConfig:
-    """TRL's arguments of a run. `use_vllm` is off: the engine is ours (see QeRLTrainer)."""
-    on_gpu = torch.cuda.is_available()
-    made = GRPOConfig(
-        output_dir=config.output_dir,
-        max_steps=steps,
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        num_generations=config.num_generations,
-        num_iterations=config.num_iterations,
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-        use_vllm=False,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=config.lr_scheduler_type,
-        warmup_steps=config.warmup_ratio,
-        optim=config.optim,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        loss_type=config.loss_type,
-        beta=config.beta,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        mask_truncated_completions=config.mask_truncated_completions,
-        shuffle_dataset=False,  # rows come in the order of data.order: a function of the seed
-        seed=config.random_state,
-        bf16=True,
-        use_cpu=not on_gpu,
-        gradient_checkpointing=config.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        save_strategy=config.save_strategy,
-        save_steps=config.save_steps,
-        save_total_limit=config.save_total_limit,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        report_to=config.report_to,
-        run_name=config.run_name or Path(config.output_dir).name,
-        disable_tqdm=True,
-    )
-    _take_one_gpu(made)
-    return made
-
-
-def _take_one_gpu(arguments: GRPOConfig) -> None:
-    """Keep transformers from DataParallel over all the GPUs it sees, which TRL refuses.
-
-    Under accelerate's launcher every process has one already.
-    """
-    if arguments.n_gpu > 1:
-        print(f"{arguments.n_gpu} GPUs are visible: training on the first, {arguments.device}")
-        arguments._n_gpu = 1  # as transformers.Trainer does for a model split over devices
 
 
 def _overlong_punishment(config: TrainConfig):
@@ -101,49 +46,6 @@ def _overlong_punishment(config: TrainConfig):
 
     punish.__name__ = OVERLONG
     return punish
-
-
-class Sampler:
-    """The engine in the shape TRL calls it: sync_weights() and generate()."""
-
-    def __init__(self, trainer: QeRLTrainer, engine: Engine, config: TrainConfig, schedule):
-        self.trainer, self.engine, self.schedule = trainer, engine, schedule
-        self.seed = config.random_state
-        # The whole distribution: cut by top-p or top-k, mu would be renormalized and the trainer's
-        # pi not, so that every ratio would lean below 1 (config.NOT_OFFERED).
-        self.sampling = Sampling(config.max_completion_length, config.temperature)
-        self.applied = Applied(0.0, 0.0, 0)
-        self.tokens = 0  # sampled since the sync
-        self._draws = 0  # calls of generate since the sync
-
-    def sync_weights(self) -> None:
-        """Hand the adapter and this step's noise to the engine."""
-        self.tokens = self._draws = 0
-        with self.trainer.timed("time_sync_s"):
-            self.applied = self.engine.sync(adapter.of_model(self.trainer.model), self._noise())
-
-    def generate(self, prompts, images, num_generations, profiler=None):
-        """TRL's contract: (prompt ids, completion ids, log-probabilities, their token ids)."""
-        with self.trainer.timed("time_rollout_s"):
-            drawn = self.engine.generate(prompts, self.sampling, seed=self._draw_seed())
-            self.engine.sleep()
-        ids = [completion.token_ids for completion in drawn]
-        self.tokens += sum(map(len, ids))
-        self._draws += 1
-        logprobs = [[[value] for value in completion.logprobs] for completion in drawn]
-        return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
-
-    def _step(self) -> int:
-        return self.trainer.state.global_step + 1
-
-    def _draw_seed(self) -> int:
-        """A function of (seed, step, draw): a resumed run draws what it would have drawn."""
-        return (self.seed * 1_000_003 + self._step() + (self._draws << 56)) % 2**63
-
-    def _noise(self) -> Noise | None:
-        if self.schedule is None:
-            return None
-        return Noise(self.seed, self._step(), self.schedule.sigma(self._step()))
 
 
 class QeRLTrainer(GRPOTrainer):

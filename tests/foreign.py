@@ -41,6 +41,14 @@ def modelopt(folder: Path, algorithm: str, own_file: bool = False) -> Path:
     return _rewrite(folder, lambda n, t: _as_modelopt(n, t, w4a4=algorithm == "NVFP4"))
 
 
+DIALECTS = {
+    "W4A4": w4a4,
+    "ModelOpt W4A4": lambda folder: modelopt(folder, "NVFP4"),
+    "ModelOpt W4A16": lambda folder: modelopt(folder, "W4A16_NVFP4"),
+    "ModelOpt 0.29": lambda folder: modelopt(folder, "NVFP4", own_file=True),
+}
+
+
 def _as_modelopt(name: str, tensor: torch.Tensor, w4a4: bool) -> dict[str, torch.Tensor]:
     if name.endswith(".weight_packed"):
         return {name.replace(".weight_packed", ".weight"): tensor}

@@ -1,6 +1,6 @@
 """Every way in which a checkpoint folder can be broken is named, and a sound one passes.
 
-The folders are synthetic: a Llama of 2 layers in two shards, quantized by qerl.nvfp4.
+The folders are synthetic (folders.py).
 """
 
 from __future__ import annotations
@@ -9,110 +9,23 @@ import json
 import re
 from pathlib import Path
 
-import foreign
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from folders import (
+    LINEARS,
+    SCHEME,
+    SHARDS,
+    WEIGHTS,
+    Q,
+    edit_config,
+    edit_shard,
+    edit_weights_scheme,
+    said,
+    write_folder,
+)
+from safetensors.torch import load_file
 
-from qerl import check, checkpoint, nvfp4
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
-WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-SCHEME = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}
-    },
-}
-LINEARS = {
-    "self_attn.q_proj": (64, 64),
-    "self_attn.k_proj": (32, 64),
-    "self_attn.v_proj": (32, 64),
-    "self_attn.o_proj": (64, 64),
-    "mlp.gate_proj": (96, 64),
-    "mlp.up_proj": (96, 64),
-    "mlp.down_proj": (64, 96),
-}
-Q = "model.layers.0.self_attn.q_proj"
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-def layer_tensors(index: int, quantized: bool) -> dict[str, torch.Tensor]:
-    prefix = f"model.layers.{index}."
-    norms = ("input_layernorm", "post_attention_layernorm")
-    made = {f"{prefix}{norm}.weight": torch.ones(64, dtype=torch.bfloat16) for norm in norms}
-    for name, shape in LINEARS.items():
-        weight = torch.randn(shape, dtype=torch.bfloat16)
-        if not quantized:
-            made[f"{prefix}{name}.weight"] = weight
-            continue
-        stored = nvfp4.quantize(weight, torch.tensor([600.0]))
-        made[f"{prefix}{name}.weight_packed"] = stored.packed
-        made[f"{prefix}{name}.weight_scale"] = stored.scale
-        made[f"{prefix}{name}.weight_global_scale"] = stored.global_scale
-    return made
-
-
-def write_folder(folder: Path, quantized: bool = True) -> Path:
-    torch.manual_seed(0)
-    folder.mkdir()
-    ends = {
-        "model.embed_tokens.weight": torch.randn(50, 64, dtype=torch.bfloat16),
-        "model.norm.weight": torch.ones(64, dtype=torch.bfloat16),
-    }
-    shards = [layer_tensors(0, quantized), layer_tensors(1, quantized) | ends]
-    where = {}
-    for file, shard in zip(SHARDS, shards, strict=True):
-        save_file(shard, folder / file)
-        where |= dict.fromkeys(shard, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    config = CONFIG | ({"quantization_config": SCHEME} if quantized else {})
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
-
-
-def edit_config(folder: Path, **changes) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def edit_weights_scheme(folder: Path, **changes) -> None:
-    group = {"targets": ["Linear"], "weights": WEIGHTS | changes}
-    edit_config(folder, quantization_config=SCHEME | {"config_groups": {"group_0": group}})
-
-
-def edit_shard(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Put tensors into the first shard, or take out those that are None."""
-    tensors = load_file(folder / SHARDS[0]) | changes
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / SHARDS[0])
-    index = folder / "model.safetensors.index.json"
-    where = json.loads(index.read_text())["weight_map"]
-    where = {name: file for name, file in where.items() if file != SHARDS[0]}
-    where |= dict.fromkeys(kept, SHARDS[0])
-    index.write_text(json.dumps({"weight_map": where}))
-
-
-def said(folder: Path) -> dict[str, str]:
-    """Each problem's name and what is said of it; every one must say how to mend it."""
-    found = checkpoint.problems(folder)
-    assert all(problem.how_to_mend for problem in found)
-    assert len({problem.name for problem in found}) == len(found)
-    return {problem.name: problem.what for problem in found}
+from qerl import check, checkpoint
 
 
 @pytest.fixture
@@ -279,39 +192,6 @@ def test_a_fused_layer_that_is_dense_in_part_is_named(folder, ignored, dense):
     assert what.startswith(dense) and "the rest in 4 bits" in what
 
 
-DIALECTS = {
-    "W4A4": foreign.w4a4,
-    "ModelOpt W4A4": lambda folder: foreign.modelopt(folder, "NVFP4"),
-    "ModelOpt W4A16": lambda folder: foreign.modelopt(folder, "W4A16_NVFP4"),
-    "ModelOpt 0.29": lambda folder: foreign.modelopt(folder, "NVFP4", own_file=True),
-}
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_others_made_is_sound_and_reads_as_ours(folder, dialect):
-    ours = dict(checkpoint.tensors(folder))
-    quantized = checkpoint.describe(folder).quantized
-    DIALECTS[dialect](folder)
-    found = checkpoint.describe(folder)
-    assert said(folder) == {}
-    assert found.is_nvfp4 and sorted(found.quantized) == sorted(quantized)
-    assert found.quantizes_activations == (dialect != "ModelOpt W4A16")
-    theirs = dict(checkpoint.tensors(folder))
-    assert theirs.keys() == ours.keys() == found.headers.keys()
-    for name, tensor in ours.items():
-        assert theirs[name].shape == tensor.shape and theirs[name].dtype == tensor.dtype
-        assert torch.allclose(theirs[name].float(), tensor.float(), rtol=2e-7), name
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_4_bit_activations_are_left_out_with_a_line(folder, dialect, capsys):
-    DIALECTS[dialect](folder)
-    checkpoint.require(folder, nvfp4=True)
-    warned = capsys.readouterr().err
-    assert ("weight-only" in warned) == (dialect != "ModelOpt W4A16")
-    assert warned.count("\n") == (dialect != "ModelOpt W4A16")
-
-
 @pytest.mark.parametrize("key", ["format", "kv_cache_scheme", "group format", "weights' extras"])
 def test_configs_of_other_versions_are_read(folder, key):
     scheme = json.loads(json.dumps(SCHEME))
@@ -340,37 +220,6 @@ def test_a_global_scale_without_a_dimension_is_read(folder):
     edit_shard(folder, {Q + ".weight_global_scale": torch.tensor(600.0)})
     assert said(folder) == {}
     assert dict(checkpoint.tensors(folder))[Q + ".weight_global_scale"].shape == (1,)
-
-
-@pytest.mark.parametrize("pattern", ["*layers.0*down_proj*", "model.layers.0.mlp.down_proj"])
-def test_layers_that_modelopt_leaves_out_are_sound(folder, pattern):
-    down = "model.layers.0.mlp.down_proj"
-    stored = [f"{down}.weight_{part}" for part in ("packed", "scale", "global_scale")]
-    dense = torch.randn(64, 96, dtype=torch.bfloat16)
-    edit_shard(folder, dict.fromkeys(stored) | {down + ".weight": dense})
-    foreign.modelopt(folder, "NVFP4")
-    assert said(folder) == {down: "is dense, and the config says that it is in 4 bits"}
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    edit_config(folder, quantization_config=config | {"ignore": ["lm_head", pattern]})
-    assert said(folder) == {}
-
-
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4_AWQ", "MIXED_PRECISION"])
-def test_what_is_more_than_nvfp4_weights_is_refused_by_name(folder, algorithm):
-    foreign.modelopt(folder, algorithm)
-    expected = f"format is ModelOpt's {algorithm}, not nvfp4-pack-quantized"
-    assert said(folder) == {"config.json": expected}
-    with pytest.raises(ValueError, match=algorithm):
-        checkpoint.require(folder, nvfp4=True)
-
-
-def test_modelopts_group_size_is_read_wherever_it_stands(folder):
-    foreign.modelopt(folder, "NVFP4")
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    del config["group_size"]
-    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}
-    edit_config(folder, quantization_config=config | {"config_groups": {"group_0": group}})
-    assert said(folder) == {"config.json": "group_0: group_size is 32, expected 16"}
 
 
 def test_a_dense_layer_that_should_be_quantized_is_named_once(folder):

@@ -17,9 +17,10 @@ from datasets import Dataset
 from torch.func import functional_call
 
 from qerl import groups, policy
+from qerl.arguments import grpo_config
 from qerl.config import LOSS_TYPES, TrainConfig
 from qerl.correction import MODES
-from qerl.trainer import QeRLTrainer, grpo_config
+from qerl.trainer import QeRLTrainer
 
 ROWS, PROMPT, TOKENS, LONGEST = 8, 5, 6, 10  # completions of up to 6 tokens, of 10 allowed
 RANK, ALPHA = 2, 6.0

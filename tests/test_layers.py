@@ -18,7 +18,7 @@ LAYERS = {
         "kernels _compat".split()
     ),
     2: ("checkpoint", "data", "linear", "metrics", "policy", "rollout"),
-    3: ("parity", "trainer"),
+    3: ("arguments", "parity", "sampler", "trainer"),
     4: ("train", "evaluate", "compare", "check", "report"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
@@ -27,7 +27,7 @@ DOORS = {
     "vllm": {"rollout", "_compat"},
     "datasets": {"data"},
     "peft": {"linear", "policy"},
-    "trl": {"trainer"},
+    "trl": {"arguments", "trainer"},
     "safetensors": {"adapter", "checkpoint"},
     "triton": {"kernels"},
     "compressed_tensors": {"checkpoint"},

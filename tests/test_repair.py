@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import folders
 import foreign
 import pytest
 import repair
-import test_checkpoint as folders
 import torch
 
 from qerl import checkpoint, nvfp4
@@ -138,10 +138,10 @@ def test_what_was_right_is_kept_where_it_was(folder):
     assert headers == checkpoint.describe(folder).headers
 
 
-@pytest.mark.parametrize("dialect", folders.DIALECTS)
+@pytest.mark.parametrize("dialect", foreign.DIALECTS)
 def test_what_others_made_is_told_in_the_standard_form(folder, dialect):
     plain = dict(checkpoint.tensors(folder))
-    folders.DIALECTS[dialect](folder)
+    foreign.DIALECTS[dialect](folder)
     assert repair.main([str(folder)]) == 0
     out = folder.with_name(f"{folder.name}-repaired")
     found = checkpoint.describe(out)

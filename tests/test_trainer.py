@@ -18,12 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, get_scheduler
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from qerl import checkpoint, parity, train
 from qerl import trainer as training
-from qerl.config import CPU_OPTIMIZERS, GPU_OPTIMIZERS, LR_SCHEDULES
 from qerl.correction import MODES
 from qerl.noise import Noise
 
@@ -428,52 +426,6 @@ def test_two_policies_end_the_program_with_one_line(engine, smollm2_nvfp4, tmp_p
     assert said.startswith("error: sampler and trainer are not the same policy: mean gap 0.0")
     assert "(expected below 1e-06)" in said and "raise --parity-limit" in said
     assert "\n" not in said and not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-# --- what transformers is asked for
-
-
-def arguments(*flags: str) -> GRPOConfig:
-    return training.grpo_config(train.settings.parse(command(Path("m"), Path("o"), *flags)), 4)
-
-
-def stepped(optim: str, schedule: str) -> list[float]:
-    """The learning rates of four steps of an optimizer of these names on one parameter."""
-    asked = arguments("--optim", optim, "--lr-scheduler-type", schedule, "--learning-rate", "1e-8")
-    made, settings = Trainer.get_optimizer_cls_and_kwargs(asked)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parameter = torch.nn.Parameter(torch.ones(2, 2, device=device))
-    optimizer = made([parameter], **settings)
-    scheduler = get_scheduler(asked.lr_scheduler_type, optimizer, 1, 4)
-    rates = []
-    for _ in range(4):
-        parameter.square().sum().backward()
-        optimizer.step(), scheduler.step()
-        rates += scheduler.get_last_lr()
-    return rates
-
-
-@pytest.mark.parametrize(
-    "optim", CPU_OPTIMIZERS + (GPU_OPTIMIZERS if torch.cuda.is_available() else ())
-)
-def test_an_optimizer_that_is_accepted_needs_nothing_more(optim):
-    assert len(stepped(optim, "cosine")) == 4
-
-
-@pytest.mark.parametrize("schedule", LR_SCHEDULES)
-def test_a_learning_rate_schedule_that_is_accepted_needs_nothing_more(schedule):
-    assert stepped("adamw_torch", schedule)[0] == pytest.approx(1e-8)
-
-
-def test_of_several_gpus_the_first_is_taken(capsys):
-    """transformers would wrap the model in DataParallel, which TRL refuses."""
-    made = arguments()
-    made._n_gpu = 4  # what transformers finds in a process that sees four
-    training._take_one_gpu(made)
-    assert made.n_gpu == 1 and made.train_batch_size == made.per_device_train_batch_size
-    assert "4 GPUs are visible: training on the first" in capsys.readouterr().out
-    training._take_one_gpu(made)
-    assert not capsys.readouterr().out
 
 
 # --- the correction in the loss

@@ -1,21 +1,18 @@
-"""The settings of a training run: one dataclass, its command line and every cross-field check.
+"""Every setting of a training run: one frozen dataclass, and what follows from its values alone.
 
-Flags carry the names of the original trainer where it had them. Values only: nothing
-here loads a model, a data set or a heavy library.
+Which values cannot work is said in qerl.config.rules; how a shell writes them is
+qerl.config.command_line's matter.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
-import typing
 from dataclasses import dataclass
 
+from qerl.config.rules import rules
 from qerl.correction import MODES as CORRECTIONS
 from qerl.noise import SCHEDULES, TARGETS, Schedule
 
-LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapter slot that vLLM makes
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
 # Of transformers' names, those that need no argument that is not a flag here.
 CPU_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd")
@@ -29,15 +26,6 @@ LR_SCHEDULES = (
     "constant",
     "constant_with_warmup",
 )
-
-
-# Flags of other trainers that would bias this one, refused with the reason.
-NOT_OFFERED = {
-    "--top-p": "training samples from the whole distribution. The log-probabilities of a sampler "
-    "that leaves tokens out are renormalized and the trainer's are not, which biases the ratio "
-    "between them; --temperature is known to both",
-}
-NOT_OFFERED |= dict.fromkeys(("--top-k", "--min-p"), NOT_OFFERED["--top-p"])
 
 
 def _flag(default, text: str, choices: tuple | None = None):
@@ -189,177 +177,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError for the first setting that cannot work, with the way out."""
-        for holds, message in self._rules():
+        for holds, message in rules(self):
             if not holds:
                 raise ValueError(message)
         self.schedule(self.num_stages * self.num_iterations)
-
-    def _rules(self):
-        """(holds, message) of every rule, cheap ones only."""
-        yield self.model_name, "--model-name is missing: expected a checkpoint folder or a hub id"
-        yield self.output_dir, "--output-dir is missing: expected a folder for the run"
-        for name in (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "num_iterations",
-            "max_prompt_length",
-            "max_completion_length",
-            "lora_rank",
-            "num_stages",
-            "save_steps",
-            "save_total_limit",
-        ):
-            value = getattr(self, name)
-            yield value >= 1, f"--{kebab(name)} {value}: expected at least 1"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            holds = not isinstance(value, float) or math.isfinite(value)
-            yield holds, f"--{kebab(field.name)} {value}: expected a finite number"
-        yield (
-            self.lora_rank <= LORA_SLOTS[-1],
-            (f"--lora-rank {self.lora_rank}: vLLM's largest adapter slot is {LORA_SLOTS[-1]}"),
-        )
-        for name in (
-            "learning_rate",
-            "temperature",
-            "num_train_epochs",
-            "lora_alpha",
-            "epsilon",
-            "parity_limit",
-        ):
-            value = getattr(self, name)
-            yield value > 0, f"--{kebab(name)} {value}: expected more than 0"
-        for name in (
-            "max_steps",
-            "beta",
-            "sigma_start",
-            "logging_steps",
-            "max_grad_norm",
-            "weight_decay",
-            "dynamic_sampling",
-            "overlong_buffer",
-        ):
-            value = getattr(self, name)
-            yield value >= 0, f"--{kebab(name)} {value}: expected 0 or more"
-        for name in ("adam_beta1", "adam_beta2"):
-            value = getattr(self, name)
-            yield 0 <= value < 1, f"--{kebab(name)} {value}: expected at least 0 and below 1"
-        seed = self.random_state
-        yield 0 <= seed < 2**32, f"--random-state {seed}: expected at least 0 and below 2**32"
-        yield (
-            self.num_generations >= 2,
-            (
-                f"--num-generations {self.num_generations}: a group needs at least 2 completions, "
-                "since the advantage compares them"
-            ),
-        )
-        yield (
-            self.completions_per_step % self.num_generations == 0,
-            (
-                f"--num-generations {self.num_generations} does not divide the batch of "
-                f"{self.completions_per_step} completions (--per-device-train-batch-size "
-                f"{self.per_device_train_batch_size} x --gradient-accumulation-steps "
-                f"{self.gradient_accumulation_steps}): change one of the three"
-            ),
-        )
-        share = self.vllm_gpu_memory_utilization
-        yield (
-            0 < share < 1,
-            (
-                f"--vllm-gpu-memory-utilization {share}: expected a share of the GPU's memory "
-                "between 0 and 1, such as 0.3"
-            ),
-        )
-        yield 0 <= self.warmup_ratio < 1, f"--warmup-ratio {self.warmup_ratio}: expected 0 to 1"
-        needed = self.max_prompt_length + self.max_completion_length
-        yield (
-            self.max_model_len >= needed,
-            (
-                f"--max-seq-length {self.max_seq_length} is shorter than prompt + completion "
-                f"({needed} tokens): raise it or set it to 0"
-            ),
-        )
-        yield (
-            self.overlong_buffer <= self.max_completion_length,
-            (
-                f"--overlong-buffer {self.overlong_buffer} is longer than --max-completion-length "
-                f"{self.max_completion_length}: expected a part of it"
-            ),
-        )
-        yield (
-            self.epsilon_high >= self.epsilon,
-            (f"--epsilon-high {self.epsilon_high} is below --epsilon {self.epsilon}"),
-        )
-        yield (
-            self.sampler_correction_cap >= 1,
-            (
-                f"--sampler-correction-cap {self.sampler_correction_cap}: expected at least 1, the "
-                "weight of a token on which sampler and trainer agree"
-            ),
-        )
-        yield (
-            self.num_stages >= 2 or not self.has_noise,
-            (
-                f"--num-stages {self.num_stages} is the stage without noise alone: take 2 or more, "
-                "or --no-ln"
-            ),
-        )
-        yield (
-            self.use_vllm or not self.has_noise,
-            ("--use-vllm False samples from the clean policy; noise needs the engine: add --no-ln"),
-        )
-        yield (
-            self.use_vllm or self.sampler_correction == "none",
-            (
-                "--use-vllm False gives no sampler log-probabilities to correct with; add "
-                "--sampler-correction none"
-            ),
-        )
-
-
-def parse(argv: list[str] | None = None) -> TrainConfig:
-    """The configuration of a command line; argparse exits with status 2 on an unknown flag."""
-    parser = argparse.ArgumentParser(
-        prog="python -m qerl.train", description=TrainConfig.__doc__, allow_abbrev=False
-    )
-    types = typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        _add_flag(parser, field, types[field.name])
-    for name in NOT_OFFERED:
-        parser.add_argument(name, action=_Refuse, help=argparse.SUPPRESS)
-    return TrainConfig(**vars(parser.parse_args(argv)))
-
-
-class _Refuse(argparse.Action):
-    def __init__(self, option_strings, dest, **kwargs):
-        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **kwargs)
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} is not offered: {NOT_OFFERED[option_string]}")
-
-
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, kind: type) -> None:
-    name, default = kebab(field.name), field.default
-    shown = f"{field.metadata['help']} (default: {default!r})"
-    if kind is bool:
-        parser.add_argument(
-            f"--{name}", nargs="?", const=True, default=default, type=_bool, help=shown
-        )
-        parser.add_argument(
-            f"--no-{name}", dest=field.name, action="store_false", help=argparse.SUPPRESS
-        )
-    else:
-        choices = field.metadata["choices"]
-        parser.add_argument(f"--{name}", type=kind, default=default, choices=choices, help=shown)
-
-
-def kebab(name: str) -> str:
-    """The command line's spelling of a setting's name."""
-    return name.replace("_", "-")
-
-
-def _bool(text: str) -> bool:
-    lowered = text.lower()
-    if lowered not in ("true", "false", "1", "0", "yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected True or False")
-    return lowered in ("true", "1", "yes")
