@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import json
 import math
+import re
 import resource
 import shutil
 import sys
@@ -78,6 +79,12 @@ def find(args: argparse.Namespace) -> Plan:
     from qerl import checkpoint
 
     output = args.output or default_output(args.model, args.method)
+    named = re.search(r"-NVFP4A16-(\w+)$", output.name)
+    if named and named[1] in METHODS and named[1] != args.method:
+        raise ValueError(
+            f"--output {output} says {named[1]} and --method is {args.method}: a checkpoint's name "
+            "says how it was made"
+        )
     if output.exists():
         raise ValueError(f"{output} is there already: remove it, or give another --output")
     calibration = find_calibration(args)

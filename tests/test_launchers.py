@@ -54,6 +54,7 @@ ARMS = {
     "aqn": {"precision": "nvfp4", "has_noise": True, "learning_rate": 1e-5},
     "nvfp4": {"precision": "nvfp4", "has_noise": False, "learning_rate": 1e-5},
     "bf16": {"precision": "bf16", "has_noise": False, "learning_rate": 5e-6},
+    "bf16-aqn": {"precision": "bf16", "has_noise": True, "learning_rate": 5e-6},
     "nf4": {"precision": "nf4", "has_noise": False, "learning_rate": 1e-5},
 }
 
@@ -259,13 +260,21 @@ def test_a_dry_run_of_the_papers_settings_passes(tree, roomy, data, size, arm, c
     assert train.main(flags) == 0
     told = capsys.readouterr().out
     assert ("sigma of the noise by step: 1-4: 0, 5-8: 0.01, 9-12: 0.00717" in told) == (
-        arm == "aqn"
+        arm in ("aqn", "bf16-aqn")
     )
 
 
-def test_bf16_with_noise_is_a_flag_away(tree):
-    made = config.parse(launched(tree, "paper.sh", "gsm8k", "3b", "bf16", "--ln"))
-    assert (made.precision, made.has_noise, made.sigma_end) == ("bf16", True, 5e-4)
+def test_another_kind_of_checkpoint_has_a_run_folder_of_its_own(tree):
+    made = config.parse(launched(tree, "paper.sh", "gsm8k", "3b", "aqn", METHOD="awq"))
+    assert made.output_dir == str(tree / "runs" / "paper-gsm8k-3b-aqn-awq")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_the_command_that_a_launcher_gives_for_a_missing_checkpoint_is_whole(tree, method):
+    script = tree / "training" / "dapo_qwen2.5-7b_nvfp4_single_gpu.sh"
+    ended = run(script, METHOD=method)
+    assert ended.returncode == 2 and f"--method {method}" in ended.stderr
+    assert (" --calibration gsm8k\n" in ended.stderr) == (method == "gptq")
 
 
 @pytest.mark.parametrize("arm", ["bf16", "nf4"])

@@ -168,6 +168,9 @@ def test_a_users_mistakes_are_told_before_any_weight_is_read(
         "samples is 0": [*good, *"--method awq --calibration random --num-samples 0".split()],
         "there is no folder": ["--model", str(tmp_path / "absent"), "--output", new],
         "quantized already": ["--model", str(quantized), "--output", new],
+        "says rtn and --method is mse": [
+            *("--model", str(tiny), "--method", "mse", "--output", f"{new}-NVFP4A16-rtn")
+        ],
         "is there already": ["--model", str(tiny), "--output", str(quantized)],
     }
     for words, arguments in mistakes.items():

@@ -23,9 +23,10 @@ OUTPUT_DIR=${OUTPUT_DIR:-$root/runs/$name-$(basename "$DATASET")}
 
 [ -x "$python" ] || { echo "No environment yet: bash $root/setup_env.sh" >&2; exit 2; }
 if [ "$PRECISION" = nvfp4 ] && [ ! -d "$MODEL_PATH" ]; then
+  case ${METHOD:-rtn} in gptq | awq) calibration=" --calibration gsm8k" ;; *) calibration= ;; esac
   cat >&2 <<END
 No NVFP4 checkpoint at $MODEL_PATH. Make it once:
-  $python $root/llm-compressor/quantize_nvfp4.py --model $MODEL --output $default --method ${METHOD:-rtn}
+  $python $root/llm-compressor/quantize_nvfp4.py --model $MODEL --output $default --method ${METHOD:-rtn}$calibration
 or name the folder of one you have in the environment: MODEL_PATH=folder
 END
   exit 2

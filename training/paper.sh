@@ -2,12 +2,13 @@
 # The paper's own settings (arXiv 2510.11696, table of hyper-parameters) on one GPU:
 #   bash training/paper.sh gsm8k 3b|7b ARM [flags]            GRPO on GSM8K
 #   bash training/paper.sh bigmath 7b|14b|32b ARM [flags]     DAPO on BigMath, levels 3-5 (32b: 4-5)
-# ARM: aqn (NVFP4 with noise), nvfp4, bf16 or nf4 (QLoRA), without. `bf16 --ln` is bf16 with noise.
+# ARM: aqn (NVFP4 with noise), bf16-aqn (bf16 with noise), nvfp4, bf16 or nf4 (QLoRA), without.
+# METHOD=awq in front takes the paper's kind of checkpoint in place of rtn, in a run folder of its own.
 # What the paper leaves open is the released launchers' (optimizer, prompt length, alpha / rank),
 # NVFP4's (the learning rate of nf4) or 0 (the KL of GRPO: --beta).
 set -euo pipefail
 
-usage() { sed -n '3,5s/^# *//p' "$0" >&2; exit 2; }
+usage() { sed -n '3,6s/^# *//p' "$0" >&2; exit 2; }
 
 case ${1:-}-${2:-} in
   gsm8k-3b | gsm8k-7b)
@@ -30,6 +31,7 @@ case ${1:-}-${2:-} in
 esac
 case ${3:-} in
   aqn) PRECISION=nvfp4 noise=--ln ;;
+  bf16-aqn) PRECISION=bf16 noise=--ln ;;
   nvfp4 | bf16 | nf4) PRECISION=$3 noise=--no-ln ;;
   *) usage ;;
 esac
@@ -37,7 +39,7 @@ case $2 in 3b) share=0.2 ;; 7b) share=0.3 ;; 14b) share=0.45 ;; 32b) share=0.4 ;
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 MODEL=Qwen/Qwen2.5-${2^^}-Instruct
-OUTPUT_DIR=${OUTPUT_DIR:-$(dirname "$here")/runs/paper-$1-$2-$3}
+OUTPUT_DIR=${OUTPUT_DIR:-$(dirname "$here")/runs/paper-$1-$2-$3${METHOD:+-$METHOD}}
 SETTINGS+=(
   --lora-rank 32 --lora-alpha 32 "$noise" --sigma-end 5e-4
   --vllm-gpu-memory-utilization "$share"
