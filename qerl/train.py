@@ -170,8 +170,7 @@ def _check_machine(config: TrainConfig) -> None:
     known = ["none", *get_available_reporting_integrations()]
     if config.report_to not in known:
         raise ValueError(f"--report-to {config.report_to}: expected one of {', '.join(known)}")
-    if config.linear_backend != "auto":
-        checkpoint.require_gpu(f"--linear-backend {config.linear_backend}")
+    checkpoint.require_linear_backend(config.linear_backend)
     if config.optim not in CPU_OPTIMIZERS and not torch.cuda.is_available():
         raise ValueError(
             f"--optim {config.optim} needs a GPU and none is visible: use --optim adamw_torch"
