@@ -21,7 +21,8 @@ to end beyond --seconds of sampling is skipped, and the table says so.
 Starting an engine takes longer than measuring it, and one that starts disturbs what is measured
 beside it. With --lock FILE several of these programs share a GPU, each with the cache that --kv-gib
 gives it: an engine that has started adds a line to FILE and waits for its lock to measure alone.
-Hold the lock (flock) until all lines are there, and nobody starts while another measures.
+Hold the lock (flock) of an empty FILE until all lines are there, and nobody starts while another
+measures; --start-seconds has to last for the wait, too.
 --start-only fills vLLM's and Humming's caches, for measuring later.
 """
 

@@ -5,11 +5,11 @@
 
 A worker takes the next run that nobody has finished and nobody is at, so workers on one RUNS folder
 share the work and a killed one loses its last run alone. It keeps one engine, and so stays with the
-runs that fit it. Every run is qerl.train's, on the same problems in the same order for a seed. It
-is measured at a quarter, half and the end of its steps: the accuracy on held-out problems, sampled
-at the training's temperature with the adapter of that checkpoint and no noise, and the mean reward
-of the WINDOW steps up to there. --report reads what is finished and writes STEM.md, STEM.json and
-STEM.png (benchmarks/study_report.py).
+runs that fit it; at its end it says how many are left. Every run is qerl.train's, on the same
+problems in the same order for a seed. It is measured at a quarter, half and the end of its steps:
+the accuracy on held-out problems, sampled at the training's temperature with the adapter of that
+checkpoint and no noise, and the mean reward of the WINDOW steps up to there. --report reads what is
+finished and writes STEM.md, STEM.json and STEM.png (benchmarks/study_report.py).
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Job:
         return {mark: round(share * self.study.steps) for mark, share in MARKS.items()}
 
     def config(self, models: Path) -> config.TrainConfig:
-        words = f"{self.study.flags} {self.study.arms[self.arm].format(models=models)}".split()
+        words = f"{self.study.flags} {self.study.arms[self.arm]}".split()
         return config.parse(
             [
-                *words,
+                *(word.format(models=models) for word in words),
                 *("--output-dir", str(self.folder), "--random-state", str(self.seed)),
                 *("--learning-rate", self.learning_rate, "--max-steps", str(self.study.steps)),
                 *("--save-steps", str(self.steps["quarter"]), "--save-total-limit", "4"),
@@ -135,10 +135,14 @@ def jobs(study: Study, runs: Path) -> list[Job]:
 
 
 def work(todo: list[Job], models: Path) -> None:
-    """Do what is left of `todo` and fits the engine of the first run that is done."""
+    """Do what is left of `todo` and fits the engine of the first run that is done.
+
+    Raises ValueError at a folder of other settings, finished or not: one table is of one study.
+    """
     engine = base = None
     for job in todo:
         settings = job.config(models)
+        run_folder.check_output_dir(settings)
         mine = settings.model_name, settings.precision, settings.has_noise
         if base not in (None, mine):
             continue
@@ -147,6 +151,10 @@ def work(todo: list[Job], models: Path) -> None:
                 plan = train.prepare(settings)
                 engine, base = engine or build_engine(settings, plan), mine
                 run_folder.write_json(job.folder / RESULT, do(job, settings, plan, engine))
+                for folder in job.folder.glob("checkpoint-*"):  # until then a kill needs them
+                    shutil.rmtree(folder)
+    if left := sum(job.result() is None for job in todo):
+        print(f"{left} of {len(todo)} runs are not finished: others are at them, or start a worker")
 
 
 @contextmanager
@@ -171,12 +179,12 @@ def build_engine(settings: config.TrainConfig, plan):
 
 
 def do(job: Job, settings: config.TrainConfig, plan, engine) -> dict:
-    """Train a run and measure it; its checkpoints go, their accuracies stay."""
+    """Train a run and measure it at the checkpoints of its marks."""
     import torch
 
     try:
         train.run(settings, plan, engine)
-    except SystemExit as stopped:  # gradients that are not finite, three times in a row
+    except train.Diverged as stopped:
         return {"stopped": str(stopped)}
     finally:
         gc.collect()
@@ -187,8 +195,6 @@ def do(job: Job, settings: config.TrainConfig, plan, engine) -> dict:
         loaded = adapter.of_folder(job.folder / f"checkpoint-{step}")
         accuracy[mark] = held_out(job, settings, plan, engine, loaded)
     engine.sync(None)
-    for folder in job.folder.glob("checkpoint-*"):
-        shutil.rmtree(folder)
     return {"accuracy": accuracy} | of_metrics(report.read(job.folder), job.steps)
 
 
@@ -231,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     add("study", choices=STUDIES)
     add("--runs", type=Path, required=True, help="folder of the runs; workers share it")
     add("--models", type=Path, default=Path("models"), help="folder of the checkpoints (models)")
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--arms", help="do these alone, separated by semicolons; default: all")
     add("--report", type=Path, metavar="STEM", help="write the table of what is finished")
     arguments = parser.parse_args(argv)

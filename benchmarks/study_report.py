@@ -6,6 +6,7 @@ are in the table. Intervals are over seeds; the held-out problems are the same f
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from benchmarks.harness import machine
@@ -49,8 +50,12 @@ def summary(results: dict[int, dict]) -> dict:
 
 
 def compare(rows: list[dict], reference: str) -> None:
-    """Mark the best rate of each arm, and add its difference to the reference, seed by seed."""
-    finished = sorted((row for row in rows if row["seeds"]), key=lambda row: row["accuracy_end"][0])
+    """Mark the best rate of each arm, and add its difference to the reference, seed by seed.
+
+    A rate at which fewer runs were stopped is better, whatever the others of its runs learned.
+    """
+    finished = [row for row in rows if row["seeds"]]
+    finished.sort(key=lambda row: (-row["stopped"], row["accuracy_end"][0]))
     best = {row["arm"]: row for row in finished}  # the last of an arm stays
     for row in best.values():
         row["best"] = True
@@ -116,9 +121,10 @@ def draw(study: Study, rows: list[dict], runs: Path, output: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_band(axis, curves: list[list[float]], label: str) -> None:
-    """The mean of curves of one length, and its interval as a band."""
-    points = [mean_and_interval(list(values)) for values in zip(*curves, strict=True)]
+def _draw_band(axis, curves: list[list[float | None]], label: str) -> None:
+    """The mean of curves of one length, and its interval as a band; None leaves a gap."""
+    known = [[math.nan if value is None else value for value in curve] for curve in curves]
+    points = [mean_and_interval(list(values)) for values in zip(*known, strict=True)]
     steps = range(1, len(points) + 1)
     [line] = axis.plot(steps, [mean for mean, _ in points], label=label)
     low, high = ([mean + sign * (half or 0.0) for mean, half in points] for sign in (-1, 1))

@@ -135,8 +135,7 @@ def _evaluate(arguments) -> None:
         data.check_name(name, "test")
     if arguments.nf4:
         checkpoint.require_nf4()
-    if arguments.linear_backend != "auto":
-        checkpoint.require_gpu(f"--linear-backend {arguments.linear_backend}")
+    checkpoint.require_linear_backend(arguments.linear_backend)
     if not arguments.model:
         raise ValueError("--model is missing: expected a checkpoint folder, or --completions FILE")
     folder = checkpoint.resolve(arguments.model)

@@ -30,6 +30,10 @@ PACKAGES = (
 )
 
 
+class Diverged(SystemExit):
+    """Ends the program: a run's gradients were not finite, step after step."""
+
+
 def main(argv: list[str] | None = None) -> int:
     config = settings.parse(argv)
     try:
@@ -60,15 +64,16 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
     """Train, or go on training, to the end: the adapter is in the run folder's adapter/ then.
 
     engine: a qerl.rollout.Engine that fits `engine_settings`, to be used again; None: a new one.
-    Ends the program (SystemExit) when sampler and trainer are not one policy, or gradients are
-    not finite three steps in a row.
+    Ends the program (SystemExit) when sampler and trainer are not one policy, or (Diverged) when
+    gradients are not finite three steps in a row.
     """
     run_dir = Path(config.output_dir)
     if (run_dir / "adapter").is_dir():
         print(f"{run_dir} is finished: its adapter is in {run_dir / 'adapter'}")
         return
     resume = run_folder.last_checkpoint(run_dir) if plan.continued else None
-    run_folder.forget_after(run_dir, int(resume.name.split("-")[1]) if resume else 0)
+    done = int(resume.name.split("-")[1]) if resume else 0
+    run_folder.forget_after(run_dir, done)
     if not plan.continued:
         run_folder.write_json(run_dir / "config.json", _record(config))
     if engine is None and config.use_vllm:
@@ -76,9 +81,12 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
     trainer = _build(config, plan, engine)
     if resume:
         print(f"continuing from {resume}")
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if done < plan.steps:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    else:  # it was killed before its adapter was written; transformers would do one more step
+        trainer._load_from_checkpoint(str(resume))
     if trainer.alarms.hopeless:
-        sys.exit(
+        raise Diverged(
             f"error: ended at step {trainer.state.global_step}: {trainer.alarms.failed_in_a_row} "
             "steps in a row had gradients that are NaN or infinite. The last checkpoint in "
             f"{run_dir} holds the adapter as it was before them; the same command continues from "
@@ -162,8 +170,7 @@ def _check_machine(config: TrainConfig) -> None:
     known = ["none", *get_available_reporting_integrations()]
     if config.report_to not in known:
         raise ValueError(f"--report-to {config.report_to}: expected one of {', '.join(known)}")
-    if config.linear_backend != "auto":
-        checkpoint.require_gpu(f"--linear-backend {config.linear_backend}")
+    checkpoint.require_linear_backend(config.linear_backend)
     if config.optim not in CPU_OPTIMIZERS and not torch.cuda.is_available():
         raise ValueError(
             f"--optim {config.optim} needs a GPU and none is visible: use --optim adamw_torch"

@@ -8,6 +8,7 @@ import torch
 
 from qerl.alarms import ALARMS, Alarms
 from qerl.run_folder import last_checkpoint
+from qerl.train import Diverged
 
 # A step of a good run under noise of sigma 1e-2 (shared/measured.md), as metrics.jsonl has it.
 GOOD = {
@@ -111,7 +112,7 @@ def test_a_step_with_bad_gradients_is_skipped_and_counted(
 
 def test_three_in_a_row_end_the_run_with_a_checkpoint_and_status_1(model, tmp_path, monkeypatch):
     engine = Breaking({1, 2, 3})
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(Diverged) as ended:
         scripted.run(monkeypatch, model, tmp_path, engine, "--max-steps", "9")
     said = str(ended.value)  # which Python prints, with status 1
     assert said.startswith("error: ended at step 4: 3 steps in a row") and "\n" not in said

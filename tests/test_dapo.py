@@ -7,6 +7,7 @@ TRL, PEFT or qerl. Whole runs go through qerl.train on a random model of two lay
 from __future__ import annotations
 
 import functools
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import scripted
 import tiny
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch.func import functional_call
 
 from qerl import groups, policy
@@ -335,6 +337,26 @@ def test_what_dynamic_sampling_draws_is_a_function_of_the_step(model, tmp_path, 
     (prompts, seeds), again = asked("one"), asked("two")
     assert (prompts, seeds) == again
     assert len(set(map(tuple, prompts))) == len(set(seeds)) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    "flags", [["--max-steps", "2", "--dynamic-sampling", "1"], ["--num-iterations", "2"]]
+)
+def test_a_run_killed_before_its_adapter_was_written_does_no_step_more(
+    model, tmp_path, monkeypatch, flags
+):
+    """The rows go on after its last step: prompts to draw from, or the rest of a rollout."""
+
+    def weights():
+        more = [*flags, "--save-strategy", "steps"]
+        trainer = scripted.run(monkeypatch, model, tmp_path, scripted.Engine(varied), *more)
+        return trainer.state.max_steps, load_file(tmp_path / "adapter/adapter_model.safetensors")
+
+    steps, whole = weights()
+    shutil.rmtree(tmp_path / "adapter")
+    _, continued = weights()
+    assert [row["step"] for row in scripted.rows(tmp_path)] == list(range(1, steps + 1))
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
 
 
 def test_without_success_the_rounds_end_and_the_rest_is_reported(model, tmp_path, monkeypatch):

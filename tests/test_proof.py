@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qerl import _compat
-from qerl.rollout.proof import wrong_sizes
+from qerl.rollout.proof import require_right_linears, wrong_sizes
 
 WEIGHT_NK = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -41,6 +41,43 @@ def test_a_kernel_that_is_wrong_where_it_is_compared_is_wrong_everywhere_else():
         return right(x_TK) * (2 if len(x_TK) == 32 else 1)
 
     assert wrong_sizes(kernel, 32, [1, 31, 32], "cpu") == [1, 31]
+
+
+class Right:
+    """A quant_method of vLLM's linears."""
+
+    def apply(self, linear, x_TK):
+        return right(x_TK)
+
+
+class WrongAt50(Right):
+    def apply(self, linear, x_TK):
+        return right(x_TK) * (1 + (len(x_TK) == 50))
+
+
+def model_of(*methods: Right) -> torch.nn.Module:
+    """vLLM's linears of one shape, one for each method."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    class Linear(LinearBase):
+        def __init__(self, method):
+            torch.nn.Module.__init__(self)
+            self.weight = torch.nn.Parameter(WEIGHT_NK)
+            self.output_partition_sizes, self.input_size = [48], 32
+            self.quant_method = method
+
+    return torch.nn.ModuleList(map(Linear, methods))
+
+
+def test_a_model_is_tried_at_the_sizes_of_short_prompts_too():
+    require_right_linears(model_of(Right()), 2)
+    with pytest.raises(RuntimeError, match="linears of 48 x 32 is wrong for batches of 50 rows"):
+        require_right_linears(model_of(WrongAt50()), 2)
+
+
+def test_a_layer_left_in_16_bits_does_not_stand_for_the_others_of_its_shape():
+    with pytest.raises(RuntimeError, match="wrong for batches of 50 rows"):
+        require_right_linears(model_of(WrongAt50(), Right()), 64)
 
 
 class Hopper:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -18,6 +19,7 @@ from qerl import adapter, policy
 from qerl.adapter import Adapter
 from qerl.noise import Noise
 from qerl.rollout import Applied, Sampling
+from qerl.rollout.engine import seeded
 from qerl.rollout.worker import FEEDS, NoisyLinear, QeRLWorker, noisy_norms, scaled
 
 pytestmark = pytest.mark.slow
@@ -392,10 +394,34 @@ def test_a_seed_repeats_its_completions_and_another_does_not(engine, tokens):
     assert first[: len(tokens)] != first[len(tokens) :]  # one prompt, several completions
 
 
-def test_sampling_leaves_torchs_random_state_alone(engine, tokens):
-    before = torch.get_rng_state()
+def test_sampling_leaves_the_random_state_of_torch_and_numpy_alone(engine, tokens):
+    before, numpys = torch.get_rng_state(), np.random.get_state()[1]
     engine.generate(tokens, Sampling(2), seed=7)
     assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(numpys, np.random.get_state()[1])
+
+
+def drawn_seeds(requests: int = 4) -> list[int]:
+    """Those that vLLM's GPU runner gives to requests without one; its arrays are plain here."""
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    states = SamplingStates.__new__(SamplingStates)
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
+        setattr(states, name, SimpleNamespace(np=np.zeros(requests, dtype=np.int64)))
+    states.vocab_size, states.seeds_set, states.num_logprobs = 10, [0] * requests, [0] * requests
+    for index in range(requests):
+        states.add_request(index, SamplingParams())
+    return states.seeds.np.tolist()
+
+
+def test_a_seed_decides_what_vllms_gpu_runner_draws_too():
+    drawn = []
+    for seed in (7, 7, 8, 7 + 2**56):  # the last: a second draw of one step (qerl.sampler)
+        with seeded(seed):
+            drawn.append(drawn_seeds())
+    assert drawn[0] == drawn[1]
+    assert len({seed for seeds in drawn for seed in seeds}) == 3 * 4
 
 
 def completions_under(engine, tokens, sampling) -> tuple[list, list]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -22,6 +23,8 @@ TINY = study.Study(
     "--mask-truncated-completions False --gradient-checkpointing False --logging-steps 0",
     reference="aqn",
 )
+
+NAMED = dataclasses.replace(TINY, flags=TINY.flags.format(model="m"))
 
 
 def written(job: study.Job, **values: float) -> None:
@@ -60,6 +63,85 @@ def test_two_workers_never_hold_one_run(tmp_path):
             assert (mine, theirs) == (True, False)
     with study.claimed(job) as later:
         assert later
+
+
+def test_a_folder_of_models_may_have_a_space_in_its_name(tmp_path):
+    job = study.jobs(study.STUDIES["quantizers"], tmp_path)[0]
+    settings = job.config(Path("my models"))
+    assert settings.model_name == "my models/SmolLM2-135M-Instruct-NVFP4A16-rtn"
+
+
+class Trained:
+    """Stands for qerl.train and the engine of a worker: a run leaves its four checkpoints."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(study.train, "prepare", lambda settings: None)
+        monkeypatch.setattr(study.train, "run", self.run)
+        monkeypatch.setattr(study, "build_engine", lambda *a: self)
+        monkeypatch.setattr(study, "held_out", lambda *a: 0.5)
+        monkeypatch.setattr(study.adapter, "of_folder", lambda folder: folder.stat())
+
+    def sync(self, adapter) -> None:
+        pass
+
+    def run(self, settings: config.TrainConfig, plan, engine) -> None:
+        folder = Path(settings.output_dir)
+        if (folder / "adapter").is_dir():
+            return  # as qerl.train does
+        for step in range(1, settings.max_steps + 1):
+            (folder / f"checkpoint-{step}").mkdir(parents=True)
+        flags = {"flags": dataclasses.asdict(settings)}
+        (folder / "config.json").write_text(json.dumps(flags))
+        row = json.dumps({"reward": 0.5, "entropy": 1.0, "alarms": [], "step": 1})
+        (folder / "metrics.jsonl").write_text(f"{row}\n" * settings.max_steps)
+        (folder / "adapter").mkdir()
+
+
+def test_a_worker_killed_ahead_of_its_result_leaves_what_the_next_measures(tmp_path, monkeypatch):
+    Trained(monkeypatch)
+    job = study.jobs(NAMED, tmp_path)[0]
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(study.run_folder, "write_json", ended)
+        study.work([job], tmp_path)
+    study.work([job], tmp_path)
+    assert job.result()["accuracy"]["end"] == 0.5
+    assert not list(job.folder.glob("checkpoint-*"))
+
+
+def ended(*arguments, by: type[BaseException] = KeyboardInterrupt) -> None:
+    raise by("error: ended")
+
+
+def test_a_run_that_diverges_is_a_result_and_a_broken_engine_is_none(tmp_path, monkeypatch):
+    Trained(monkeypatch)
+    first, second, *_ = study.jobs(NAMED, tmp_path)
+    first.folder.mkdir()
+    monkeypatch.setattr(study.train, "run", functools.partial(ended, by=study.train.Diverged))
+    study.work([first], tmp_path)
+    assert first.result() == {"stopped": "error: ended"}
+    monkeypatch.setattr(study.train, "run", functools.partial(ended, by=SystemExit))  # parity's
+    with pytest.raises(SystemExit):
+        study.work([second], tmp_path)
+    assert second.result() is None
+
+
+def test_results_of_other_settings_are_refused_and_not_taken_for_this_studys(tmp_path, monkeypatch):
+    Trained(monkeypatch)
+    job = study.jobs(NAMED, tmp_path)[0]
+    study.work([job], tmp_path)
+    longer = dataclasses.replace(job, study=dataclasses.replace(NAMED, steps=8))
+    with pytest.raises(ValueError, match="--max-steps was 4, now 8"):
+        study.work([longer], tmp_path)
+
+
+def test_a_worker_says_what_it_leaves_undone(tmp_path, monkeypatch, capsys):
+    Trained(monkeypatch)
+    todo = study.jobs(NAMED, tmp_path)
+    with study.claimed(todo[0]):
+        study.work(todo, tmp_path)
+    assert "1 of 4 runs are not finished" in capsys.readouterr().out
+    study.work(todo, tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow
@@ -120,6 +202,30 @@ def test_a_stopped_run_is_counted_and_never_averaged(tmp_path):
     assert "1, 1 stopped" in study_report.markdown(TINY, [row])
 
 
+def test_a_rate_with_stopped_runs_is_not_the_best_by_the_runs_that_are_left(tmp_path):
+    asked = dataclasses.replace(TINY, learning_rates=("1e-4", "1e-3"))
+    for job in study.jobs(asked, tmp_path):
+        if job.learning_rate == "1e-3" and job.seed == 2:
+            job.folder.mkdir()
+            (job.folder / study.RESULT).write_text('{"stopped": "NaN"}')
+        else:
+            written(job, accuracy=float(job.learning_rate), reward=0.5, entropy=1.0)
+    rows = study_report.table(asked, tmp_path)
+    assert [row["rate"] for row in rows if row.get("best")] == ["1e-4", "1e-4"]
+
+
+def test_the_band_of_a_curve_is_the_interval_of_the_table_and_has_gaps():
+    from matplotlib import pyplot
+
+    _, axis = pyplot.subplots()
+    study_report._draw_band(axis, [[0.4, 0.4, 0.4], [0.6, None, 0.6]], "arm")
+    [line], [band] = axis.lines, axis.collections
+    assert line.get_ydata()[0] == 0.5 and math.isnan(line.get_ydata()[1])
+    heights = [y for path in band.get_paths() for y in path.vertices[:, 1]]
+    assert math.isclose(max(heights), 0.5 + 12.706 * 0.1)
+    pyplot.close()
+
+
 def test_a_windowed_mean_passes_over_what_has_no_value():
     rows = [{"reward": value} for value in (0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0)]
     assert study.windowed(rows, "reward") == [0.0, 0.0, 0.5, 2 / 3, 0.75, 1.0, 1.0]
@@ -131,3 +237,5 @@ def test_a_study_without_a_finished_run_has_no_report(tmp_path, capsys):
     assert study.main(arguments) == 2
     assert "holds no finished run" in capsys.readouterr().err
     assert study.main(["quantizers", "--runs", str(tmp_path), "--arms", "fp8"]) == 2
+    with pytest.raises(SystemExit):  # the table has all arms
+        study.main([*arguments, "--arms", "rtn"])

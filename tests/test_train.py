@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl import train
+from qerl import checkpoint, train
 from qerl.config import TrainConfig, kebab, parse
 from qerl.run_folder import write_json
 
@@ -137,3 +137,10 @@ def test_a_run_of_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE 2: a run is one process on one GPU"):
         train._check_machine(config)
+
+
+def test_a_kernel_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="humming needs the package humming-kernels"):
+        checkpoint.require_linear_backend("humming")

@@ -136,12 +136,19 @@ def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
     return found
 
 
-def require_gpu(flag: str) -> None:
-    """Raise ValueError, about a flag that means something on a GPU alone, where there is none."""
+def require_linear_backend(name: str) -> None:
+    """Raise ValueError for a --linear-backend that this machine does not have."""
     import torch
 
+    if name == "auto":
+        return
     if not torch.cuda.is_available():
-        raise ValueError(f"{flag} is about GPUs and none is visible: leave it out")
+        raise ValueError(f"--linear-backend {name} is about GPUs and none is visible: leave it out")
+    if name == "humming" and importlib.util.find_spec("humming") is None:
+        raise ValueError(
+            "--linear-backend humming needs the package humming-kernels, which setup_env.sh "
+            "installs where it finds a GPU: use marlin, or leave it out"
+        )
 
 
 def require_nf4() -> None:

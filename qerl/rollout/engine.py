@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from qerl import _compat
@@ -112,9 +114,7 @@ class Engine:
             logprobs=0,
             detokenize=False,
         )
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)  # vLLM samples with torch's global generator
+        with seeded(seed):
             outputs = self._run(prompts, params)
         return [_completion(output.outputs[0]) for output in outputs]
 
@@ -205,6 +205,24 @@ class Engine:
         if sigma == 0:
             return Applied(0.0, math.sqrt(float(squares) / max(count, 1)), 0)
         return Applied(sigma, math.sqrt(float(squares) / count), len(self._clean))
+
+
+@contextmanager
+def seeded(seed: int):
+    """Within the block the global generators that vLLM draws from start at `seed`, below 2**64.
+
+    They are torch's, on the CPU; the model runner that vLLM 0.26 takes on a GPU draws a seed for
+    each request from numpy's.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    kept = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            np.random.seed(divmod(seed, 2**32))  # all of it: 32 bits are the most a number may have
+            yield
+    finally:
+        np.random.set_state(kept)
 
 
 def _require_slots(adapter: Adapter, manager) -> None:

@@ -2,8 +2,9 @@
 
 A kernel for 4-bit weights has a tiling for each range of batch sizes, and one tiling can be wrong
 where all others are right: Humming 0.1.10 on Hopper gave wrong rows for 49 to 56 sequences
-(qerl._compat mends that one). As rollouts end one by one, the batch passes through every size. That
-the rows are those of the trainer's weights is qerl.parity's to prove; this is about all sizes.
+(qerl._compat mends that one). As rollouts end one by one, the batch passes through every size, and
+prompts make batches of any. That the rows are those of the trainer's weights is qerl.parity's to
+prove; this is about all sizes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 CHUNK = 32  # rows a call of what every other size is compared with
+EVERY = 256  # rows up to which all sizes are tried: Humming's tiles on Hopper have 8 to 176
 PREFILL = 2048  # rows, as vLLM's prefill has
 TOLERANCE = 0.02  # relative error of a row; bf16 sums in another order came to 0.008 on an H200
 
@@ -40,17 +42,19 @@ def wrong_sizes(
 def require_right_linears(model: torch.nn.Module, sequences: int) -> None:
     """Raise RuntimeError unless the linears of a vLLM model are right at every batch size.
 
-    One of each shape, for 1 to `sequences` rows, as decoding has, and PREFILL.
+    One of each shape and kind (layers may have been left in 16 bits), for 1 to `sequences` rows, as
+    decoding has, and at least EVERY, as short prompts have, and for PREFILL.
     """
     from vllm.model_executor.layers.linear import LinearBase
 
-    shapes = {}
+    kinds = {}
     for module in model.modules():
         if isinstance(module, LinearBase):
-            shapes[tuple(module.output_partition_sizes), module.input_size] = module
-    for (rows, columns), linear in shapes.items():
+            shape = tuple(module.output_partition_sizes), module.input_size
+            kinds[*shape, type(module.quant_method)] = module
+    sizes = [*range(1, max(sequences, EVERY) + 1), PREFILL]
+    for (rows, columns, _), linear in kinds.items():
         device = next(linear.parameters()).device
-        sizes = [*range(1, sequences + 1), PREFILL]
         wrong = wrong_sizes(
             lambda x, li=linear: li.quant_method.apply(li, x), columns, sizes, device
         )

@@ -70,6 +70,18 @@ def test_sleep_frees_the_cache_and_the_adapter_is_applied_after_waking(pair):
     assert change(after, policy.score(model, PROMPTS)) < parity.LIMIT
 
 
+def test_a_seed_repeats_its_completions_and_another_does_not(pair):
+    """One token at a high temperature: many are likely, and rounding decides between few."""
+    from qerl.rollout import Sampling
+
+    engine, _ = pair
+    engine.sync(None)
+    seeds = (7, 7, 8)
+    drawn = [engine.generate(PROMPTS, Sampling(1, temperature=5.0), seed=seed) for seed in seeds]
+    first, again, other = [[completion.token_ids for completion in made] for made in drawn]
+    assert first == again != other
+
+
 def test_a_sync_while_asleep_is_what_wakes(pair):
     engine, model = pair
     engine.sync(None)
