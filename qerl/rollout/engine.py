@@ -253,18 +253,6 @@ def _build(settings: EngineSettings):
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    backend = settings.linear_backend
-    backend = fastest_linear_backend() if backend == "auto" else backend
-    if backend == "humming":
-        _compat.let_humming_tile_soundly()
-    options = {} if settings.compile else {"compilation_config": CAPTURED}
-    if settings.lora_rank:
-        options |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": min(r for r in LORA_SLOTS if r >= settings.lora_rank),
-            "lora_target_modules": list(settings.lora_modules) or None,
-        }
     return LLM(
         model=settings.model,
         dtype="bfloat16",
@@ -281,11 +269,33 @@ def _build(settings: EngineSettings):
         additional_config={"qerl_noise": settings.noise_target if settings.noise else ""},
         enable_sleep_mode=settings.sleep,
         quantization="bitsandbytes" if settings.nf4 else None,
-        linear_backend=backend,
+        linear_backend=_linear_backend(settings),
         kv_cache_dtype="bfloat16",  # as the trainer computes, whatever the checkpoint says
         disable_log_stats=True,
-        **options,
+        **({} if settings.compile else {"compilation_config": CAPTURED}),
+        **_lora_options(settings),
     )
+
+
+def _lora_options(settings: EngineSettings) -> dict:
+    """vLLM's arguments for one adapter slot; none for rank 0."""
+    if not settings.lora_rank:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(slot for slot in LORA_SLOTS if slot >= settings.lora_rank),
+        "lora_target_modules": list(settings.lora_modules) or None,
+    }
+
+
+def _linear_backend(settings: EngineSettings) -> str:
+    """The kernel that was asked for, mended where it needs it."""
+    backend = settings.linear_backend
+    backend = fastest_linear_backend() if backend == "auto" else backend
+    if backend == "humming":
+        _compat.let_humming_tile_soundly()
+    return backend
 
 
 def fastest_linear_backend() -> str:
