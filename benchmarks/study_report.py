@@ -30,7 +30,7 @@ def table(study: Study, runs: Path) -> list[dict]:
     for arm in study.arms:
         for rate in study.learning_rates:
             made = [Job(study, arm, rate, seed, runs) for seed in study.seeds]
-            found = {job.seed: job.result() for job in made if job.result()}
+            found = {job.seed: result for job in made if (result := job.result())}
             stopped = [seed for seed, result in found.items() if "stopped" in result]
             whole = {seed: found[seed] for seed in found if seed not in stopped}
             rows.append(summary(whole) | {"arm": arm, "rate": rate, "stopped": len(stopped)})
@@ -40,7 +40,7 @@ def table(study: Study, runs: Path) -> list[dict]:
 
 def summary(results: dict[int, dict]) -> dict:
     """(mean, half of the interval) of each measure over seeds."""
-    made = {"seeds": len(results), "end_by_seed": {}}
+    made = {"seeds": len(results)}
     for key in ("accuracy", "reward", "entropy"):
         for mark in ("start", *MARKS):
             values = [r[key][mark] for r in results.values() if r[key].get(mark) is not None]

@@ -25,8 +25,8 @@ def let_humming_tile_soundly() -> None:
 
     Why: with humming 0.1.10 on an H200, tiles of 56 rows (batches of 49 to 56) give rows 40 and up
     wrong by half their size, and sharing tiles of x between two blocks (large prefills) some rows
-    wrong by 5%, another time others. How: Humming's table of tilings by GPU names a subclass for
-    Hopper that takes the tiles of 64 rows and shares none.
+    wrong by 4 to 28%, another time others. How: Humming's table of tilings by GPU names a subclass
+    for Hopper that takes the tiles of 64 rows and shares none.
     Can go: once `python -m pytest tests/gpu/test_linears.py` passes without it.
     """
     from humming.tune import heuristics_map

@@ -68,11 +68,10 @@ class TrainConfig:
         "auto", "vLLM's kernel for NVFP4 linears; auto: the fastest installed", LINEAR_BACKENDS
     )
     compile: bool = _flag(
-        True, "torch.compile in the engine; False: it starts sooner and samples a little slower"
+        True,
+        "torch.compile in the engine before its CUDA graphs are captured; False: the graphs alone",
     )
-    enforce_eager: bool = _flag(
-        False, "no CUDA graphs in the engine either: starts soonest, samples slowest"
-    )
+    enforce_eager: bool = _flag(False, "neither CUDA graphs nor torch.compile in the engine")
     # Optimizer
     learning_rate: float = _flag(1e-5, "peak learning rate (paper: 1e-5 NVFP4, 5e-6 bf16)")
     lr_scheduler_type: str = _flag("cosine", "transformers' name of the schedule", LR_SCHEDULES)
