@@ -4,9 +4,10 @@
 
     nvfp4       qerl.policy: 4-bit weights, rebuilt by the kernel in both passes
     bf16        qerl.policy on the bf16 checkpoint: the control
-    bf16-stock  the bf16 checkpoint under PEFT's own LoRA layers, as its users have it
-    nf4         QLoRA: bitsandbytes NF4 by transformers, double quantization, bf16 arithmetic, and
-                PEFT's own LoRA layers for it
+    bf16-stock  the bf16 checkpoint as its users have it: PEFT's own LoRA layers, and norms, SwiGLU
+                and rotary embeddings by transformers, where the arms above take Liger's kernels
+    nf4         QLoRA: bitsandbytes NF4 by transformers, double quantization, bf16 arithmetic,
+                PEFT's own LoRA layers for it, Liger's kernels
     decompress  4-bit weights decompressed in PyTorch on every forward and kept by autograd, as the
                 first implementation did (benchmarks/original.py)
 
@@ -77,7 +78,8 @@ def load(job: dict):
     from qerl import policy
 
     arm = job["arm"]
-    model = policy.load(job["folder"], job["device"], use_kernels=arm == "nvfp4", nf4=arm == "nf4")
+    ours = arm in ("nvfp4", "bf16", "nf4")
+    model = policy.load(job["folder"], job["device"], use_kernels=ours, nf4=arm == "nf4")
     if arm == "decompress":
         from benchmarks.original import decompress_everywhere
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def let_vllm_read_nvfp4_on_cpu(kernel: type) -> None:
     """Make vLLM choose `kernel`, a W4A16 NvFp4LinearKernel, on the CPU.
@@ -56,3 +58,31 @@ def let_vllm_apply_adapters_with(wrapper: str) -> None:
     from vllm.platforms import current_platform
 
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: wrapper)
+
+
+def let_liger_compute_layers_of(model) -> bool:
+    """Compute norms, SwiGLU and rotary embeddings with liger-kernel; whether it knows the model.
+
+    Why: transformers' integration of Liger also replaces classes and the rotary embedding in the
+    architecture's module, for every model of the process, on a CPU too. How: it runs, and what it
+    replaced there is put back; the rotary embedding, which layers look up in the module, is Liger's
+    for tensors on a GPU alone.
+    Can go: once Liger patches nothing but the instance it is given.
+    """
+    from transformers.integrations.liger import apply_liger_kernel
+
+    modeling = vars(sys.modules[type(model).__module__])
+    before, name = dict(modeling), "apply_rotary_pos_emb"
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    fused, plain = modeling[name], before[name]
+    modeling.update(before)
+    if fused is plain:
+        return False
+    if not hasattr(plain, "split_by_qerl"):
+
+        def rotary(q, *args, **kwargs):
+            return (fused if q.is_cuda else plain)(q, *args, **kwargs)
+
+        rotary.split_by_qerl = True
+        modeling[name] = rotary
+    return True

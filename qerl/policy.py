@@ -7,12 +7,14 @@ QLoRA baseline as its users have it: bitsandbytes' linears under PEFT's own laye
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from qerl import checkpoint
+from qerl import _compat, checkpoint, kernels
 from qerl.linear import LoRALinear, NVFP4Linear
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -29,6 +31,8 @@ def load(
 
     16-bit tensors take `dtype`; packed weights and their scales keep their own types (casting an
     fp8 or fp32 scale to bf16 changes the weights). nf4: quantize a 16-bit folder on the way.
+    use_kernels: where they run, rebuild packed weights with qerl.kernels and let Liger's kernels
+    compute norms, SwiGLU and rotary embeddings; else transformers' layers and qerl.nvfp4.
     """
     found = checkpoint.describe(folder)
     if found.is_nvfp4:
@@ -39,7 +43,16 @@ def load(
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    if use_kernels and kernels.available(device):
+        fuse_layers(model)
     return model.requires_grad_(False)
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Let Liger's kernels compute the norms, SwiGLU and rotary embeddings of a model on a GPU."""
+    if not _compat.let_liger_compute_layers_of(model):
+        kind = type(model).__name__
+        warnings.warn(f"Liger has no kernels for {kind}: transformers computes it", stacklevel=2)
 
 
 def adapt(model: nn.Module, rank: int, alpha: float, seed: int):

@@ -12,10 +12,12 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from qerl import adapter, linear, policy
 
 MODELS = list(itertools.product(tiny.FAMILIES, (True, False)))  # family, tied embeddings
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
 RANK = 8
 TOKENS = [[5, 9, 300, 7, 7, 12, 1], [44, 3, 8]]
 IDS = torch.tensor([TOKENS[0], TOKENS[0][::-1]])
@@ -91,6 +93,26 @@ def test_score_is_the_log_probability_of_each_next_token_whatever_the_padding(fo
         logps = logits(model, torch.tensor([ids]))[0, :-1].float().log_softmax(-1)
         expected = logps.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(row), expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_liger_takes_the_layers_of_the_model_it_is_given_and_of_no_other(family):
+    """What it computes needs a GPU: tests/gpu/test_fused.py."""
+    from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP
+
+    fused, before = tiny.model(family, False), logits(tiny.model(family, False))
+    policy.fuse_layers(fused)
+    for layer in fused.model.layers:
+        assert layer.mlp.forward.__func__ is LigerSwiGLUMLP.forward
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            assert norm.forward.__func__ is LigerRMSNorm.forward
+    assert fused.model.norm.forward.__func__ is LigerRMSNorm.forward
+    assert torch.equal(logits(tiny.model(family, False)), before)
+
+
+def test_a_model_that_liger_does_not_know_is_named():
+    with pytest.warns(UserWarning, match="no kernels for GPTNeoXForCausalLM"):
+        policy.fuse_layers(AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL)))
 
 
 # --- the adapter

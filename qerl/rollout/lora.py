@@ -2,8 +2,8 @@
 
 vLLM's own kernels serve many adapters at once and look each token's up; RL has exactly one, the
 policy. A batch in which any request names it is sampled with it, whole; one in which none does
-costs nothing, in CUDA graphs too. Projections that vLLM fuses (q, k, v; gate, up) share one matmul
-with x.
+costs nothing, in CUDA graphs too. Projections that vLLM fuses (q, k, v; gate, up) share both
+matmuls.
 Named to vLLM through its platform's `get_punica_wrapper` (qerl._compat).
 """
 
@@ -20,31 +20,25 @@ def add_adapter(
     idle: torch.Tensor,
     a_parts: list[torch.Tensor],
     b_parts: list[torch.Tensor],
-    widths: list[int],
     scale: float,
     add_inputs: bool,
 ) -> None:
-    """Add (or, without add_inputs, write) each part's adapter output to y [T, N] in place.
+    """Add (or, without add_inputs, write) the adapter's output to y [T, N] in place.
 
-    x [T, K]; idle: bool [1] on the CPU, read when a CUDA graph is captured; a_parts[i] [1, 1, R, K]
-    side by side in memory (see join_shrinks); b_parts[i] [1, 1, N_i, R] of the columns widths[i]
-    wide. Scales of the adapter are folded into B.
+    x [T, K]; idle: bool [1] on the CPU, read when a CUDA graph is captured; a_parts[i]
+    [1, 1, R, K] and b_parts[i] [1, 1, N_i, R] lie in memory as join_factors puts them. Scales of
+    the adapter are folded into B.
     """
     if idle.item() and add_inputs:
         return
     rank, columns = a_parts[0].shape[-2:]
-    a_RK = torch.as_strided(a_parts[0], (len(a_parts) * rank, columns), (columns, 1))
-    shrunk_TR = x @ a_RK.T
-    start = 0
-    for i, width in enumerate(widths):
-        part_TR = shrunk_TR[:, i * rank : (i + 1) * rank]
-        expand_RN = b_parts[i][0, 0].T
-        part_TN = y[:, start : start + width]
-        part_TN.addmm_(part_TR, expand_RN, beta=float(add_inputs), alpha=scale)
-        start += width
+    inner = len(a_parts) * rank
+    a_RK = torch.as_strided(a_parts[0], (inner, columns), (columns, 1))
+    b_NR = torch.as_strided(b_parts[0], (y.shape[-1], inner), (inner, 1))
+    y.addmm_(x @ a_RK.T, b_NR.T, beta=float(add_inputs), alpha=scale)
 
 
-def _nothing(y, x, idle, a_parts, b_parts, widths, scale, add_inputs) -> None:
+def _nothing(y, x, idle, a_parts, b_parts, scale, add_inputs) -> None:
     """What torch.compile may know of add_adapter: it writes y, whose shape stays."""
 
 
@@ -52,16 +46,22 @@ def _nothing(y, x, idle, a_parts, b_parts, widths, scale, add_inputs) -> None:
 direct_register_custom_op("qerl_add_adapter", add_adapter, mutates_args=["y"], fake_impl=_nothing)
 
 
-def join_shrinks(modules) -> None:
-    """Put the A factors of each fused projection side by side, as add_adapter reads them."""
+def join_factors(modules) -> None:
+    """Give the factors of each fused projection the memory that add_adapter reads.
+
+    The As lie one below the other, [P * R, K], and the Bs on the diagonal of one matrix
+    [N, P * R], whose zeros cost less than a matmul a part.
+    """
     for module in modules:
-        parts = module.lora_a_stacked
-        rank = parts[0].shape[-2]
-        joined = torch.zeros(
-            len(parts) * rank, parts[0].shape[-1], dtype=parts[0].dtype, device=parts[0].device
-        )
-        module.lora_a_stacked = tuple(
-            joined[i * rank : (i + 1) * rank][None, None] for i in range(len(parts))
+        a_parts, b_parts = module.lora_a_stacked, module.lora_b_stacked
+        rank, columns = a_parts[0].shape[-2:]
+        inner, rows = len(a_parts) * rank, [part.shape[-2] for part in b_parts]
+        a_RK = a_parts[0].new_zeros(inner, columns)
+        b_NR = b_parts[0].new_zeros(sum(rows), inner)
+        module.lora_a_stacked = tuple(part[None, None] for part in a_RK.split(rank))
+        module.lora_b_stacked = tuple(
+            part[None, None, :, i * rank : (i + 1) * rank]
+            for i, part in enumerate(b_NR.split(rows))
         )
 
 
@@ -90,7 +90,6 @@ class DensePunicaWrapper(PunicaWrapperBase):
             self.idle,
             list(lora_a_stacked),
             list(lora_b_stacked),
-            list(output_slices),
             scale,
             add_inputs,
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from vllm.platforms import current_platform
 
-from qerl.rollout.lora import join_shrinks
+from qerl.rollout.lora import join_factors
 from qerl.rollout.proof import require_right_linears
 
 if current_platform.is_cpu():
@@ -119,7 +119,7 @@ class QeRLWorker(_Worker):
         if target := self.vllm_config.additional_config["qerl_noise"]:
             make_room(self.model_runner.model, target)
         if self.vllm_config.lora_config is not None:
-            join_shrinks(self.model_runner.lora_manager._adapter_manager.modules.values())
+            join_factors(self.model_runner.lora_manager._adapter_manager.modules.values())
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's, without its assertion that the whole GPU has more free memory afterwards.
