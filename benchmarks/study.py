@@ -45,6 +45,7 @@ class Study:
     steps: int
     flags: str
     reference: str  # the arm that the others are compared with
+    pairs: tuple[tuple[str, str], ...] = ()  # arms whose difference over all rates is reported
 
 
 SMOLLM2 = """
@@ -72,6 +73,13 @@ STUDIES = {
         steps=40,
         flags=f"--dataset arithmetic-mixed --per-device-train-batch-size 64 {SMOLLM2}",
         reference="nvfp4",
+        pairs=(
+            ("bf16+aqn", "bf16"),
+            ("nvfp4+aqn", "nvfp4"),
+            ("nvfp4+aqn, uncorrected", "nvfp4"),
+            ("nvfp4+aqn, uncorrected", "nvfp4+aqn"),
+            ("nvfp4", "nf4"),
+        ),
     ),
     "quantizers": Study(
         arms={

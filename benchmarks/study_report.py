@@ -1,7 +1,8 @@
 """The report of a study (benchmarks.study): a row an arm and rate, and curves, of finished runs.
 
-A rate is chosen by the same numbers that are reported, which flatters every arm a little: all rates
-are in the table. Intervals are over seeds; the held-out problems are the same for all.
+A rate is chosen by the same numbers that are reported, which flatters every arm a little: all
+rates are in the table, and the differences of a study's pairs are means over all rates. Intervals
+are over seeds; the held-out problems are the same for all.
 """
 
 from __future__ import annotations
@@ -87,6 +88,43 @@ def markdown(study: Study, rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def differences(study: Study, runs: Path) -> list[dict]:
+    """How much more accurate the first arm of each pair is at each mark, in the mean of all rates.
+
+    Seed by seed, of those seeds of which both arms finished every rate.
+    """
+    rows = []
+    for pair in study.pairs:
+        row = {"pair": pair}
+        for mark in MARKS:
+            gains = [gain(study, runs, pair, seed, mark) for seed in study.seeds]
+            known = [value for value in gains if value is not None]
+            row |= {"seeds": len(known), mark: mean_and_interval(known) if known else None}
+        rows.append(row)
+    return rows
+
+
+def gain(study: Study, runs: Path, pair: tuple[str, str], seed: int, mark: str) -> float | None:
+    """The difference of a pair at one seed, the mean over rates; None when a run is missing."""
+    sums = []
+    for arm in pair:
+        made = [Job(study, arm, rate, seed, runs).result() for rate in study.learning_rates]
+        if not all(result and "stopped" not in result for result in made):
+            return None
+        sums.append(math.fsum(result["accuracy"][mark] for result in made))
+    return (sums[0] - sums[1]) / len(study.learning_rates)
+
+
+def pairs_markdown(rows: list[dict]) -> str:
+    """The table of `differences`, in points."""
+    lines = ["| difference | seeds | at a quarter | half | end |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [" less ".join(row["pair"]), str(row["seeds"])]
+        cells += [percent(row[mark], "+") for mark in MARKS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def percent(value: tuple | None, sign: str = "") -> str:
     """ "61.2 ± 1.3" of a mean and half of its interval."""
     if value is None:
@@ -135,7 +173,11 @@ def write(study: Study, runs: Path, stem: Path) -> None:
     rows = table(study, runs)
     if not any(row.get("best") for row in rows):
         raise ValueError(f"{runs} holds no finished run of this study: start a worker first")
-    run_folder.write_json(f"{stem}.json", {"machine": machine(), "rows": rows})
-    Path(f"{stem}.md").write_text(markdown(study, rows) + "\n")
+    text, apart = markdown(study, rows), differences(study, runs)
+    if apart:
+        text += "\n\n" + pairs_markdown(apart)
+    found = {"machine": machine(), "rows": rows, "differences": apart}
+    run_folder.write_json(f"{stem}.json", found)
+    Path(f"{stem}.md").write_text(text + "\n")
     draw(study, rows, runs, Path(f"{stem}.png"))
-    print(markdown(study, rows))
+    print(text)

@@ -191,6 +191,23 @@ def test_the_interval_is_students_and_the_difference_is_paired_by_seed(tmp_path)
     assert "| **uncorrected** | 1e-4 | 2 | 60.0 ± 127.1 |" in text and "| +10.0 ± 0.0 |" in text
 
 
+def test_the_difference_of_a_pair_is_over_all_rates_of_the_seeds_that_have_them(tmp_path):
+    pair = ("uncorrected", "aqn")
+    asked = dataclasses.replace(
+        TINY, learning_rates=("1e-4", "1e-3"), seeds=(1, 2, 3), pairs=(pair,)
+    )
+    gains = {("1e-4", 1): 0.1, ("1e-3", 1): 0.3, ("1e-4", 2): 0.0, ("1e-3", 2): 0.2}
+    for job in study.jobs(asked, tmp_path):
+        end = 0.5 + gains.get((job.learning_rate, job.seed), 0) * (job.arm == "uncorrected")
+        if job.seed < 3 or job.arm == "aqn":  # of the third seed one arm is missing
+            written(job, accuracy=end, reward=0.5, entropy=1.0)
+    [row] = study_report.differences(asked, tmp_path)
+    assert row["pair"] == pair and row["seeds"] == 2
+    assert math.isclose(row["end"][0], 0.15) and math.isclose(row["end"][1], 12.706 * 0.05)
+    text = study_report.pairs_markdown([row])
+    assert "| uncorrected less aqn | 2 | +15.0 ± 63.5 |" in text
+
+
 def test_a_stopped_run_is_counted_and_never_averaged(tmp_path):
     first, second, *_ = study.jobs(TINY, tmp_path)
     written(first, accuracy=0.5, reward=0.5, entropy=1.0)
