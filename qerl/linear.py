@@ -80,7 +80,7 @@ def _scratch(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -
     buffer = _BUFFERS.get((device, dtype))
     if buffer is None or buffer.numel() < size:
         buffer = _BUFFERS[device, dtype] = torch.empty(size, dtype=dtype, device=device)
-    return buffer[:size].view(shape)
+    return buffer.as_strided(shape, (shape[1], 1))
 
 
 class NVFP4Linear(nn.Module):
@@ -98,16 +98,28 @@ class NVFP4Linear(nn.Module):
         self.weight_scale = _unread(rows, columns // nvfp4.BLOCK)
         self.weight_global_scale = _unread(1)
         self.bias = linear.bias
+        self._rebuild = None, None  # where the packed weight lies, and what rebuilds it from there
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in `dtype`, valid until the next call of any layer's dense."""
-        stored = self.weight_packed, self.weight_scale, self.weight_global_scale
-        if not (self.use_kernels and kernels.available(self.weight_packed.device)):
-            return nvfp4.dequantize(*stored, dtype)
-        from qerl.kernels.dequantize import dequantize  # needs Triton
+        packed = self.weight_packed
+        if not (self.use_kernels and kernels.available(packed.device)):
+            return nvfp4.dequantize(packed, self.weight_scale, self.weight_global_scale, dtype)
+        place, rebuild = self._rebuild
+        if place != packed.data_ptr():
+            rebuild = self._prepare()
+        return rebuild(_scratch((self.out_features, self.in_features), dtype, packed.device))
 
-        shape = self.out_features, self.in_features
-        return dequantize(*stored, dtype, out=_scratch(shape, dtype, self.weight_packed.device))
+    def _prepare(self):
+        from qerl.kernels.dequantize import Rebuild  # needs Triton
+
+        stored = self.weight_packed, self.weight_scale, self.weight_global_scale
+        self._rebuild = self.weight_packed.data_ptr(), Rebuild(*stored)
+        return self._rebuild[1]
+
+    def __getstate__(self) -> dict:
+        """What a copy is made from: it lies elsewhere and prepares itself."""
+        return self.__dict__ | {"_rebuild": (None, None)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N] in x's dtype (bf16 under autocast)."""

@@ -25,11 +25,15 @@ DTYPES = (torch.float32, torch.float16)
 # Triton decides at import whether it interprets, so the kernel runs in a process of its own.
 INTERPRET = """
 import sys, torch
-from qerl.kernels.dequantize import dequantize
+from qerl.kernels.dequantize import Rebuild, dequantize
 results = []
-for packed, scale, global_scale, dtype in torch.load(sys.argv[1]):
-    out = torch.full((packed.shape[0], packed.shape[1] * 2), float("nan"), dtype=dtype)
-    results.append(dequantize(packed, scale, global_scale, dtype, out=out))
+for *weight, dtype in torch.load(sys.argv[1]):
+    out = torch.full((weight[0].shape[0], weight[0].shape[1] * 2), float("nan"), dtype=dtype)
+    results.append(dequantize(*weight, dtype, out=out))
+    rebuild = Rebuild(*weight)
+    for _ in range(2):
+        again = rebuild(torch.full_like(out, float("nan")))
+        assert torch.equal(again.nan_to_num(7), out.nan_to_num(7))
 torch.save(results, sys.argv[2])
 """
 

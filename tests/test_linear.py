@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -50,6 +55,45 @@ def test_a_packed_layer_takes_float32_under_autocast_as_a_linear_does():
         ours, theirs = packed(x), dense(x)
     assert ours.dtype == theirs.dtype == torch.bfloat16
     torch.testing.assert_close(ours, theirs)
+
+
+# The layer on its kernel, which Triton interprets: float32, since it cuts bf16 off (test_kernels).
+INTERPRET = """
+import copy, torch
+from qerl import kernels, linear, nvfp4
+kernels.available = lambda device: True
+layers = []
+for rows, columns in ((48, 64), (16, 32)):
+    layer = linear.NVFP4Linear(torch.nn.Linear(columns, rows, bias=False))
+    for name, tensor in nvfp4.quantize(torch.randn(rows, columns))._asdict().items():
+        setattr(layer, f"weight_{name}", torch.nn.Parameter(tensor, requires_grad=False))
+    layers.append(layer)
+def check(layer):
+    stored = layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+    for _ in range(2):
+        assert torch.equal(layer.dense(torch.float32), nvfp4.dequantize(*stored, torch.float32))
+for layer in layers:
+    check(layer)
+layer = layers[0]
+check(layer)  # the larger buffer serves the smaller weight and the larger again
+twin = copy.deepcopy(layer)
+twin.weight_packed.data.fill_(0x23)
+check(twin), check(layer)
+layer.weight_packed.data = torch.full_like(layer.weight_packed, 0x51)  # as a move leaves it
+check(layer)
+assert layer._rebuild[0] == layer.weight_packed.data_ptr() != twin._rebuild[0]
+"""
+
+
+def test_the_kernel_follows_a_weight_that_was_moved_or_copied():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRET],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # --- with an adapter

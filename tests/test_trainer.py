@@ -6,6 +6,7 @@ qerl.train.main in this process and share one engine (conftest.py).
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -470,3 +471,13 @@ def test_our_weights_are_trls_without_its_extra_forward_pass(batch):
         assert fused[0] == pytest.approx(theirs[0], rel=0.02, abs=2e-3), mode
         assert (fused[1] - theirs[1]).norm() < 0.05 * theirs[1].norm(), mode
         assert (plain[1] - theirs[1]).norm() > 0.1 * theirs[1].norm(), mode
+
+
+def test_the_collector_looks_at_nothing_from_before_the_training(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        GRPOTrainer, "train", lambda self: seen.append(gc.get_freeze_count()), raising=False
+    )
+    training.QeRLTrainer.train(object.__new__(training.QeRLTrainer))
+    assert seen[0] > 10_000
+    assert gc.get_freeze_count() == 0  # what a run leaves behind can be collected

@@ -58,20 +58,50 @@ def dequantize(
         out = torch.empty(shape, dtype=dtype, device=packed.device)
     else:
         _check("out", out, dtype, shape, packed.device)
-    n_words = packed.numel() // 4
-    programs = triton.cdiv(n_words, CONSTANTS["WORDS"] * UNROLL)
     with torch.cuda.device(packed.get_device()):  # -1, the CPU, leaves the device alone
-        _dequantize_kernel[(programs,)](
-            packed.view(torch.int32),
-            scale.view(torch.int8),
-            global_scale,
-            out,
-            n_words,
-            **CONSTANTS,
-            num_warps=WARPS,
-            num_stages=1,
-        )
+        _launch(*_as_integers(packed, scale), global_scale, out)
     return out
+
+
+class Rebuild:
+    """`dequantize` of one weight into any buffer, on the current GPU, checked and looked up once.
+
+    A 7B training step rebuilds 2,352 weights, and on a slow host the way to a launch (the checks,
+    Triton's look at every argument) takes longer than many a kernel. So the compiled kernel is kept
+    and launched itself, as in Triton's tutorial on softmax.
+    """
+
+    def __init__(self, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor):
+        """Tensors as `dequantize` takes them, or ValueError; they stay where they are."""
+        _check_inputs(packed, scale, global_scale, torch.bfloat16)
+        self.inputs = *_as_integers(packed, scale), global_scale
+        self.kernels = {}
+
+    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+        """out: contiguous [N, K], its memory aligned to 16 bytes; written and returned."""
+        kernel = self.kernels.get(out.dtype)
+        if kernel is None:
+            self.kernels[out.dtype] = _launch(*self.inputs, out)
+        else:
+            kernel(*self.inputs, out, self.inputs[0].numel(), *CONSTANTS.values())
+        return out
+
+
+def _as_integers(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return packed.view(torch.int32), scale.view(torch.int8)
+
+
+def _launch(
+    words: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, out: torch.Tensor
+):
+    """Compile the kernel where that is new and launch it; what launches it again on such tensors.
+
+    That is None in Triton's interpreter, which compiles nothing, and under torch.compile.
+    """
+    grid = (triton.cdiv(words.numel(), CONSTANTS["WORDS"] * UNROLL), 1, 1)
+    inputs = words, scale, global_scale, out, words.numel()
+    kernel = _dequantize_kernel[grid](*inputs, **CONSTANTS, num_warps=WARPS, num_stages=1)
+    return None if kernel is None else kernel[grid]
 
 
 def _check_inputs(

@@ -9,7 +9,7 @@ import torch
 
 from qerl import nvfp4
 from qerl.kernels import available
-from qerl.kernels.dequantize import dequantize
+from qerl.kernels.dequantize import Rebuild, dequantize
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ODD_SHAPES = [(n, k) for n in (1, 3, 17) for k in (16, 48, 576)]
@@ -153,12 +153,22 @@ def test_a_cuda_graph_replays_it_on_new_weights():
     assert same_bits(out, nvfp4.dequantize(*other))
 
 
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
+def test_a_kept_kernel_gives_the_same_bits_each_time(shape):
+    weight = random_weight(*shape)
+    rebuild = Rebuild(*weight)
+    for dtype in DTYPES * 3:
+        out = rebuild(poisoned(weight[0], dtype))
+        assert same_bits(out, nvfp4.dequantize(*weight, dtype))
+
+
 def test_nothing_waits_for_the_gpu():
-    weight = random_weight(64, 64)
-    dequantize(*weight)
+    weight, out = random_weight(64, 64), torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+    rebuild = Rebuild(*weight)
+    dequantize(*weight), rebuild(out)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        dequantize(*weight)
+        dequantize(*weight), rebuild(out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
