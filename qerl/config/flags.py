@@ -120,7 +120,7 @@ class TrainConfig:
     parity_limit: float = _flag(
         0.15, "mean gap in nats between sampler and trainer above which no run starts"
     )
-    kernels: bool = _flag(True, "Triton kernels on a GPU; --no-kernels: plain torch")
+    kernels: bool = _flag(True, "Triton kernels and Liger on a GPU; --no-kernels: plain torch")
     # Bookkeeping
     save_strategy: str = _flag("steps", "when to save checkpoints", ("steps", "no"))
     save_steps: int = _flag(50, "optimizer steps between checkpoints")
