@@ -186,9 +186,9 @@ def _sampling_record(arguments) -> dict:
 
 
 def _engine(arguments, folder, loaded):
-    from qerl.rollout import Engine, EngineSettings
+    from qerl.rollout import EngineSettings, start
 
-    return Engine(
+    return start(
         EngineSettings(
             model=str(folder),
             nf4=arguments.nf4,

@@ -221,9 +221,9 @@ def _prove(config: TrainConfig, plan: Plan, engine, model) -> None:
 
 
 def _engine(config: TrainConfig, plan: Plan):
-    from qerl.rollout import Engine
+    from qerl import rollout
 
-    return Engine(engine_settings(config, plan))
+    return rollout.start(engine_settings(config, plan))
 
 
 def engine_settings(config: TrainConfig, plan: Plan):

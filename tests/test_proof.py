@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from qerl import _compat
-from qerl.rollout.proof import require_right_linears, wrong_sizes
+from qerl import _compat, rollout
+from qerl.rollout.proof import WrongLinears, require_right_linears, wrong_sizes
 
 WEIGHT_NK = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -71,13 +71,24 @@ def model_of(*methods: Right) -> torch.nn.Module:
 
 def test_a_model_is_tried_at_the_sizes_of_short_prompts_too():
     require_right_linears(model_of(Right()), 2)
-    with pytest.raises(RuntimeError, match="linears of 48 x 32 is wrong for batches of 50 rows"):
+    with pytest.raises(WrongLinears, match="linears of 48 x 32 is wrong for batches of 50 rows"):
         require_right_linears(model_of(WrongAt50()), 2)
 
 
 def test_a_layer_left_in_16_bits_does_not_stand_for_the_others_of_its_shape():
-    with pytest.raises(RuntimeError, match="wrong for batches of 50 rows"):
+    with pytest.raises(WrongLinears, match="wrong for batches of 50 rows"):
         require_right_linears(model_of(WrongAt50(), Right()), 64)
+
+
+def test_a_program_with_a_wrong_kernel_ends_with_one_line(monkeypatch):
+    def build(settings):
+        require_right_linears(model_of(WrongAt50()), 64)
+
+    monkeypatch.setattr(rollout, "Engine", build)
+    with pytest.raises(
+        SystemExit, match="error: .* 50 rows: take another, --linear-backend marlin"
+    ):
+        rollout.start(rollout.EngineSettings(model="m", max_model_len=8))
 
 
 class Hopper:

@@ -19,6 +19,10 @@ PREFILL = 2048  # rows, as vLLM's prefill has
 TOLERANCE = 0.02  # relative error of a row; bf16 sums in another order came to 0.008 on an H200
 
 
+class WrongLinears(RuntimeError):
+    """vLLM's kernel computes other rows at some batch sizes; the message names them."""
+
+
 def wrong_sizes(
     apply: Callable[[torch.Tensor], torch.Tensor], columns: int, sizes: Iterable[int], device
 ) -> list[int]:
@@ -40,7 +44,7 @@ def wrong_sizes(
 
 
 def require_right_linears(model: torch.nn.Module, sequences: int) -> None:
-    """Raise RuntimeError unless the linears of a vLLM model are right at every batch size.
+    """Raise WrongLinears unless the linears of a vLLM model are right at every batch size.
 
     One of each shape and kind (layers may have been left in 16 bits), for 1 to `sequences` rows, as
     decoding has, and at least EVERY, as short prompts have, and for PREFILL.
@@ -59,7 +63,7 @@ def require_right_linears(model: torch.nn.Module, sequences: int) -> None:
             lambda x, li=linear: li.quant_method.apply(li, x), columns, sizes, device
         )
         if wrong:
-            raise RuntimeError(
+            raise WrongLinears(
                 f"vLLM's kernel for the linears of {sum(rows)} x {columns} is wrong for batches of "
                 f"{', '.join(map(str, wrong))} rows: take another, --linear-backend marlin"
             )
