@@ -85,9 +85,7 @@ def test_a_program_with_a_wrong_kernel_ends_with_one_line(monkeypatch):
         require_right_linears(model_of(WrongAt50()), 64)
 
     monkeypatch.setattr(rollout, "Engine", build)
-    with pytest.raises(
-        SystemExit, match="error: .* 50 rows: .*--linear-backend marlin"
-    ):
+    with pytest.raises(SystemExit, match="error: .* 50 rows: .*--linear-backend marlin"):
         rollout.start(rollout.EngineSettings(model="m", max_model_len=8))
 
 
