@@ -93,6 +93,8 @@ if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; the
   say ".venv is complete ($kind set)"
   exit 0
 fi
+# `venv --clear` would empty the folder that a link points to, which another checkout works in.
+[ ! -L .venv ] || fail ".venv is a link to $(readlink .venv), which was made elsewhere: remove the link"
 python=$(choose_python)
 check_machine
 say "making .venv with $("$python" --version) and $requirements ($kind set)"

@@ -97,6 +97,16 @@ def test_a_complete_environment_is_left_alone_until_its_set_or_its_folder_change
     assert "making .venv" in setup(moved, QUICK, QERL_ENV="cuda").stdout
 
 
+def test_a_linked_environment_is_refused_and_not_emptied(tmp_path):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir(), ours.mkdir()
+    (theirs / "python").write_text("in use")
+    (ours / ".venv").symlink_to(theirs)
+    ended = setup(ours)
+    assert ended.returncode == 1 and "remove the link" in ended.stderr
+    assert (theirs / "python").read_text() == "in use"
+
+
 def test_an_install_that_stops_is_not_taken_for_complete(tmp_path):
     setup(tmp_path, QUICK, QERL_ENV="cuda")
     stopped = setup(tmp_path, STOPS)
