@@ -310,5 +310,6 @@ def test_the_quickstart_runs_programs_with_flags_that_they_know(tree):
     made = config.parse(programs[3][2:])
     made.check()
     assert (made.max_steps, made.random_state, made.output_dir) == (7, 3, str(output))
-    assert made.model_name == str(tree / "models" / "tiny-NVFP4A16-rtn")
+    assert made.model_name == str(tree / "models" / "tiny-NVFP4A16-mse")
+    assert programs[0][programs[0].index("--method") + 1] == "mse"
     assert json.dumps(programs[4]).count("adapter") == 2  # --adapter <output>/adapter

@@ -24,9 +24,9 @@ if [ -z "$MODEL" ]; then
   MODEL=$root/models/SmolLM2-135M-Instruct
   "$python" "$root/llm-compressor/smollm2.py" "$MODEL"
 fi
-checkpoint=$root/models/$(basename "$MODEL")-NVFP4A16-rtn
+checkpoint=$root/models/$(basename "$MODEL")-NVFP4A16-mse
 if [ ! -d "$checkpoint" ]; then
-  "$python" "$root/llm-compressor/quantize_nvfp4.py" --model "$MODEL" --output "$checkpoint" \
+  "$python" "$root/llm-compressor/quantize_nvfp4.py" --model "$MODEL" --output "$checkpoint" --method mse \
     --skip-generation
 fi
 "$python" -m qerl.check "$checkpoint"
