@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,16 @@ def test_check_ends_with_the_exit_status_of_its_verdict(folder, tmp_path, capsys
     assert "to mend it: copy the tokenizer files" in capsys.readouterr().out
     assert check.main([str(tmp_path / "absent")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_program_made_meanwhile_stays(folder, tmp_path):
+    output = tmp_path / "out" / "tiny-NVFP4A16-rtn"
+
+    def make(whole):
+        shutil.copytree(folder, whole)
+        shutil.copytree(folder, output)
+        (output / "theirs").touch()
+
+    [fault] = checkpoint.write(output, make)
+    assert "made by another program meanwhile" in str(fault)
+    assert (output / "theirs").exists() and len(list(output.parent.iterdir())) == 1

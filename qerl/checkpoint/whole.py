@@ -26,7 +26,15 @@ def write(output: Path, make: Callable[[Path], object]) -> list[Problem]:
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
         whole = Path(temporary) / output.name
         make(whole)
-        faults = problems(whole)
-        if not faults:
-            whole.rename(output)
-    return faults
+        return problems(whole) or _named(whole, output)
+
+
+def _named(whole: Path, output: Path) -> list[Problem]:
+    """Give the folder its name, unless another program has taken that meanwhile."""
+    try:
+        whole.rename(output)
+    except OSError:
+        if not output.exists():
+            raise
+        return [Problem(output.name, "made by another program meanwhile", "theirs is left as it is")]
+    return []
