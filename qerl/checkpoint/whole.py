@@ -36,5 +36,5 @@ def _named(whole: Path, output: Path) -> list[Problem]:
     except OSError:
         if not output.exists():
             raise
-        return [Problem(output.name, "made by another program meanwhile", "theirs is left as it is")]
+        return [Problem(output.name, "made by another program meanwhile", "theirs stays")]
     return []
