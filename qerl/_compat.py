@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 
+# Whose norms, SwiGLU and rotary embeddings Liger computes (tests/gpu/test_fused.py).
+LIGER_MODELS = ("llama", "qwen2", "qwen3")
+
 
 def let_vllm_read_nvfp4_on_cpu(kernel: type) -> None:
     """Make vLLM choose `kernel`, a W4A16 NvFp4LinearKernel, on the CPU.
@@ -61,7 +64,7 @@ def let_vllm_apply_adapters_with(wrapper: str) -> None:
 
 
 def let_liger_compute_layers_of(model) -> bool:
-    """Compute norms, SwiGLU and rotary embeddings with liger-kernel; whether it knows the model.
+    """Compute norms, SwiGLU and rotary embeddings with liger-kernel; False: not of this model.
 
     Why: transformers' integration of Liger also replaces classes and the rotary embedding in the
     architecture's module, for every model of the process, on a CPU too. How: it runs, and what it
@@ -71,13 +74,13 @@ def let_liger_compute_layers_of(model) -> bool:
     """
     from transformers.integrations.liger import apply_liger_kernel
 
+    if model.config.model_type not in LIGER_MODELS or model.config.hidden_act != "silu":
+        return False
     modeling = vars(sys.modules[type(model).__module__])
     before, name = dict(modeling), "apply_rotary_pos_emb"
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     fused, plain = modeling[name], before[name]
     modeling.update(before)
-    if fused is plain:
-        return False
     if not hasattr(plain, "split_by_qerl"):
 
         def rotary(q, *args, **kwargs):

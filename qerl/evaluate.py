@@ -36,6 +36,8 @@ def _check(arguments) -> None:
     share, seed = arguments.vllm_gpu_memory_utilization, arguments.seed
     if arguments.output and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output {path} cannot be written: no such folder, or read-only")
+    if arguments.output and path.is_dir():
+        raise ValueError(f"--output {path} is a folder: name a .json file in it")
     for name in ("samples", "max_prompt_length", "max_completion_length", "max_num_seqs"):
         value = getattr(arguments, name)
         if value < 1:

@@ -98,24 +98,25 @@ class NVFP4Linear(nn.Module):
         self.weight_scale = _unread(rows, columns // nvfp4.BLOCK)
         self.weight_global_scale = _unread(1)
         self.bias = linear.bias
-        self._rebuild = None, None  # where the packed weight lies, and what rebuilds it from there
+        self._rebuild = None, None  # where the stored tensors lie, and what rebuilds the weight
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] in `dtype`, valid until the next call of any layer's dense."""
-        packed = self.weight_packed
-        if not (self.use_kernels and kernels.available(packed.device)):
-            return nvfp4.dequantize(packed, self.weight_scale, self.weight_global_scale, dtype)
-        place, rebuild = self._rebuild
-        if place != packed.data_ptr():
-            rebuild = self._prepare()
-        return rebuild(_scratch((self.out_features, self.in_features), dtype, packed.device))
-
-    def _prepare(self):
-        from qerl.kernels.dequantize import Rebuild  # needs Triton
-
         stored = self.weight_packed, self.weight_scale, self.weight_global_scale
-        self._rebuild = self.weight_packed.data_ptr(), Rebuild(*stored)
-        return self._rebuild[1]
+        device = stored[0].device
+        if not (self.use_kernels and kernels.available(device)):
+            return nvfp4.dequantize(*stored, dtype)
+        places = [tensor.data_ptr() for tensor in stored]
+        if self._rebuild[0] != places:
+            from qerl.kernels.dequantize import Rebuild  # needs Triton
+
+            self._rebuild = places, Rebuild(*stored)
+        shape = self.out_features, self.in_features
+        return self._rebuild[1](_scratch(shape, dtype, device))
+
+    def _apply(self, *args, **kwargs):
+        self._rebuild = None, None  # which would keep the memory that the weight leaves
+        return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict:
         """What a copy is made from: it lies elsewhere and prepares itself."""

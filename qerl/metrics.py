@@ -40,6 +40,7 @@ TOKEN_METRICS = {
     "clip_ratio_low": "clip_ratio/low_mean",
     "clip_ratio_high": "clip_ratio/high_mean",
 }
+TRL_MEANS = ("kl", "clip_ratio_low", "clip_ratio_high")  # of these, those that TRL measures
 TRL_METRICS = ROLLOUT_METRICS | TOKEN_METRICS
 SHOWN = """
 loss grad_norm reward reward_std entropy logp_gap_mean logp_gap_max clip_ratio_low clip_ratio_high
@@ -51,15 +52,25 @@ completion_length truncated_fraction zero_variance_fraction
 class Tally:
     """What the passes of one step found in their loss; lists hold a tensor a pass."""
 
-    tokens: int = 0  # in the loss
+    passes: list[int] = field(default_factory=list)  # tokens in the loss of each
     signal: int = 0  # of these, with an advantage other than 0
     entropies: list[torch.Tensor] = field(default_factory=list)  # of the tokens
     token_log_ratios: list[torch.Tensor] = field(default_factory=list)  # log pi / mu
     weighed_log_ratios: list[torch.Tensor] = field(default_factory=list)  # correction.weighed
 
     def count(self, mask_BT: torch.Tensor, advantages_B: torch.Tensor) -> None:
-        self.tokens += int(mask_BT.sum())
+        self.passes.append(int(mask_BT.sum()))
         self.signal += int(mask_BT[advantages_B != 0].sum())
+
+    @property
+    def tokens(self) -> int:
+        """In the loss of the step."""
+        return sum(self.passes)
+
+    def mean(self, values: list[float]) -> float:
+        """The mean over the step's tokens of a figure that TRL has averaged in each pass."""
+        weighed = (value * count for value, count in zip(values, self.passes, strict=True))
+        return sum(weighed) / self.tokens
 
     def metrics(self, cap: float) -> dict[str, float]:
         """Over all tokens of the step, where TRL averages passes and counts an empty one as 0."""

@@ -52,7 +52,7 @@ def fuse_layers(model: nn.Module) -> None:
     """Let Liger's kernels compute the norms, SwiGLU and rotary embeddings of a model on a GPU."""
     if not _compat.let_liger_compute_layers_of(model):
         kind = type(model).__name__
-        warnings.warn(f"Liger has no kernels for {kind}: transformers computes it", stacklevel=2)
+        warnings.warn(f"Liger is not used for {kind}: transformers computes it", stacklevel=2)
 
 
 def adapt(model: nn.Module, rank: int, alpha: float, seed: int):

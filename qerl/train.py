@@ -82,7 +82,13 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
     if resume:
         print(f"continuing from {resume}")
     if done < plan.steps:
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        except FloatingPointError as error:  # of the engine
+            raise Diverged(
+                f"error: ended at step {trainer.state.global_step}: {error}. Where the adapter has "
+                "grown without bound, a lower --learning-rate in another --output-dir starts anew"
+            ) from error
     else:  # it was killed before its adapter was written; transformers would do one more step
         trainer._load_from_checkpoint(str(resume))
     if trainer.alarms.hopeless:

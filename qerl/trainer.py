@@ -28,7 +28,7 @@ from trl.trainer.utils import nanstd
 from qerl import correction, groups
 from qerl.alarms import Alarms
 from qerl.config import TrainConfig
-from qerl.metrics import ROLLOUT_METRICS, TOKEN_METRICS, Tally, finite, peak_memory_gib
+from qerl.metrics import ROLLOUT_METRICS, TOKEN_METRICS, TRL_MEANS, Tally, finite, peak_memory_gib
 from qerl.rewards import soft_overlong_punishment
 from qerl.rollout import Applied, Engine
 from qerl.run_folder import PARTIAL, append
@@ -242,8 +242,12 @@ class QeRLTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, and one line in metrics.jsonl for each optimizer step."""
         if "loss" in logs:
-            for key, value in self._tally.metrics(self._cap).items():
-                self._metrics["train"][TOKEN_METRICS[key]] = [value]
+            measured, tally = self._metrics["train"], self._tally
+            for name in (TOKEN_METRICS[key] for key in TRL_MEANS):
+                if tally.tokens and measured.get(name):
+                    measured[name] = [tally.mean(measured[name])]
+            for key, value in tally.metrics(self._cap).items():
+                measured[TOKEN_METRICS[key]] = [value]
         super().log(logs, start_time)
         if "loss" in logs:
             row = self._row(logs)

@@ -7,6 +7,7 @@ import scripted
 import torch
 
 from qerl.alarms import ALARMS, Alarms
+from qerl.metrics import Tally
 from qerl.run_folder import last_checkpoint
 from qerl.train import Diverged
 
@@ -123,6 +124,27 @@ def test_three_in_a_row_end_the_run_with_a_checkpoint_and_status_1(model, tmp_pa
     scripted.run(monkeypatch, model, tmp_path, good, "--max-steps", "9")
     assert same(good.factors[0], engine.factors[1])  # continued with the last good adapter
     assert [row["step"] for row in scripted.rows(tmp_path)] == list(range(1, 10))
+
+
+def test_an_engine_that_samples_what_is_not_a_number_ends_the_run_with_one_line(
+    model, tmp_path, monkeypatch
+):
+    def broken(*args, **kwargs):
+        raise FloatingPointError("a token whose log-probability is not finite")
+
+    engine = Breaking(())
+    monkeypatch.setattr(engine, "generate", broken)
+    with pytest.raises(Diverged, match="^error: ended at step 0: a token .* lower --learning-rate"):
+        scripted.run(monkeypatch, model, tmp_path, engine, "--max-steps", "2")
+
+
+def test_means_of_trl_are_weighed_by_the_tokens_of_their_pass():
+    tally = Tally()
+    for kept in (3, 0, 1):
+        mask_BT = (torch.arange(4) < kept).int()[None]
+        tally.count(mask_BT, torch.ones(1))
+    assert tally.tokens == tally.signal == 4
+    assert tally.mean([0.2, 0.0, 0.6]) == pytest.approx(0.3)  # an empty pass is no 0
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
         ([""], "is empty"),
         ([{"prompt": "?", "answer": None}], "answer must be text or a number"),
         ([{"prompt": "?", "answer": " "}], "answer must be text or a number"),
+        ([{"prompt": "?", "answer": r"\text{}"}], "answer must be text or a number"),
         ([{"prompt": "?", "answer": float("nan")}], "answer must be text or a number, not nan"),
         ([{"prompt": "?", "answer": float("inf")}], "answer must be text or a number, not inf"),
         ([{"prompt": "?", "answer": ["1"]}], "answer must be text or a number"),
@@ -394,6 +395,29 @@ def test_a_reward_of_the_users_own_is_imported(tmp_path, monkeypatch):
     assert data.load_reward("my_rewards:short")(["a"], ["b"]) == [1.0]
     with pytest.raises(ValueError, match="is a str, which cannot be called"):
         data.load_reward("my_rewards:NAME")
+
+
+REWARDS = """
+import functools
+def narrow(completions, answer): ...
+def other_column(completions, solution, **kwargs): ...
+def wide(completions, answer, **kwargs): ...
+async def later(completions, **kwargs): ...
+weighed = functools.partial(wide, weight=2)
+class Called:
+    def __call__(self, **kwargs): ...
+called = Called()
+"""
+
+
+def test_a_reward_must_take_what_trl_gives_it(tmp_path, monkeypatch):
+    (tmp_path / "shaped_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("wide", "later", "weighed", "called"):
+        assert callable(data.load_reward(f"shaped_rewards:{name}"))
+    for name, said in (("narrow", "unexpected keyword argument"), ("other_column", "'solution'")):
+        with pytest.raises(ValueError, match=f"{said}.*write it as .completions, answer, ..kwargs"):
+            data.load_reward(f"shaped_rewards:{name}")
 
 
 @pytest.mark.parametrize(

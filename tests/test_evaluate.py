@@ -117,6 +117,13 @@ def test_given_completions_get_the_verdicts_of_the_data_set_in_their_order(tmp_p
     assert "gsm8k: pass@1 50.0% +- 28.9 (4 questions x 1 samples)" in capsys.readouterr().out
 
 
+def test_an_output_that_is_a_folder_is_refused_before_anything_is_scored(tmp_path, capsys):
+    file = written(tmp_path / "said.jsonl", [{"completion": "1", "answer": "1"}])
+    flags = ["--dataset", "gsm8k", "--completions", file, "--output", str(tmp_path)]
+    assert evaluate.main(flags) == 2
+    assert "is a folder: name a .json file in it" in capsys.readouterr().err
+
+
 def test_a_line_ends_at_its_line_feed_alone_and_blank_ones_are_passed_over(tmp_path):
     rows = [{"completion": "It is\u2028\x85 4", "answer": "4"}, {"completion": "", "answer": 4}]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]

@@ -81,7 +81,11 @@ twin.weight_packed.data.fill_(0x23)
 check(twin), check(layer)
 layer.weight_packed.data = torch.full_like(layer.weight_packed, 0x51)  # as a move leaves it
 check(layer)
-assert layer._rebuild[0] == layer.weight_packed.data_ptr() != twin._rebuild[0]
+scale = torch.full(layer.weight_scale.shape, 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+check(layer)
+assert layer._rebuild[0] != twin._rebuild[0]
+assert layer.to("meta")._rebuild == (None, None)  # the memory is given back
 """
 
 

@@ -12,12 +12,13 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from qerl import adapter, linear, policy
 
 MODELS = list(itertools.product(tiny.FAMILIES, (True, False)))  # family, tied embeddings
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+SMALL |= {"word_embed_proj_dim": 8, "intermediate_size": 8}
 RANK = 8
 TOKENS = [[5, 9, 300, 7, 7, 12, 1], [44, 3, 8]]
 IDS = torch.tensor([TOKENS[0], TOKENS[0][::-1]])
@@ -110,9 +111,12 @@ def test_liger_takes_the_layers_of_the_model_it_is_given_and_of_no_other(family)
     assert torch.equal(logits(tiny.model(family, False)), before)
 
 
-def test_a_model_that_liger_does_not_know_is_named():
-    with pytest.warns(UserWarning, match="no kernels for GPTNeoXForCausalLM"):
-        policy.fuse_layers(AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL)))
+@pytest.mark.parametrize("config", [OPTConfig(**SMALL), LlamaConfig(**SMALL, hidden_act="relu")])
+def test_a_model_that_liger_would_not_compute_rightly_stays_and_is_named(config):
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.warns(UserWarning, match=f"Liger is not used for {type(model).__name__}"):
+        policy.fuse_layers(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 # --- the adapter

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from qerl import checkpoint, train
 from qerl.config import TrainConfig, kebab, parse
 from qerl.run_folder import write_json
 
+# As Gemma 2's begins.
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 MISTAKES = {
     "model folder": (["--model-name", "./absent"], "there is no folder"),
     "model id": (["--model-name", "qerl-tests/absent"], "the hub did not give it"),
@@ -25,6 +28,10 @@ MISTAKES = {
     "nvfp4 under bf16": (["--precision", "bf16"], "16-bit weights are needed"),
     "folder without weights": (["--model-name", "{empty}"], "config.json"),
     "no chat template": (["--model-name", "{no_template}"], "has no chat template"),
+    "template without system": (
+        ["--model-name", "{no_system}"],
+        "refuses a prompt of system",
+    ),
     "data set": (["--dataset", "gsm9k"], "data set 'gsm9k' is not known. Known are"),
     "data file": (["--dataset", "absent.jsonl"], "absent.jsonl does not exist"),
     "data without answer": (["--dataset", "{no_answer}"], "line 1 lacks answer"),
@@ -74,6 +81,9 @@ def folders(tmp_path_factory, smollm2, smollm2_nvfp4) -> dict[str, Path]:
         for file in smollm2_nvfp4.iterdir():
             if not file.name.startswith(absent):
                 (made[name] / file.name).symlink_to(file)
+    made["no_system"] = base / "no_system"
+    shutil.copytree(smollm2_nvfp4, made["no_system"])
+    (made["no_system"] / "chat_template.jinja").write_text(NO_SYSTEM)
     made["other_run"] = base / "other_run"
     made["other_run"].mkdir()
     write_json(base / "other_run" / "config.json", {"flags": dataclasses.asdict(TrainConfig())})

@@ -5,14 +5,22 @@ files.py reads a user's own file. Prompts are chat messages, tokenized by the mo
 """
 
 import importlib
+import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from qerl.rewards import as_reward, last_integer_correct, math_correct
 
 from . import arithmetic, files, hub
+
+# What TRL calls a reward function with; the rows here have no other columns.
+REWARD_ARGUMENTS = """
+prompts completions completion_ids answer trainer_state log_extra log_metric
+""".split()
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,16 @@ def tokenizer_of(folder: Path):
 
 def prompt_ids(tokenizer, row: dict) -> list[int]:
     """The token ids of a row's prompt under the tokenizer's chat template, ready to be answered."""
-    return tokenizer.apply_chat_template(
-        row["prompt"], add_generation_prompt=True, return_dict=False
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_dict=False
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in row["prompt"])
+        raise ValueError(
+            f"the model's chat template refuses a prompt of {roles}: {error}. Take an instruct "
+            "model whose template knows these roles"
+        ) from error
 
 
 def order(count: int, rows: int, seed: int) -> list[int]:
@@ -151,4 +166,20 @@ def load_reward(path: str) -> Callable:
         raise ValueError(f"reward {path!r} cannot be imported: {said}{hint}") from error
     if not callable(reward):
         raise ValueError(f"reward {path!r} is a {type(reward).__name__}, which cannot be called")
+    _check_signature(reward, path)
     return reward
+
+
+def _check_signature(reward: Callable, path: str) -> None:
+    """Raise ValueError when TRL's call of a reward function would be refused."""
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(**dict.fromkeys(REWARD_ARGUMENTS))
+    except TypeError as error:
+        raise ValueError(
+            f"reward {path!r} cannot be called as TRL calls it: {error}. It is given "
+            f"{', '.join(REWARD_ARGUMENTS)}: write it as (completions, answer, **kwargs)"
+        ) from error

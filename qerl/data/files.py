@@ -10,6 +10,8 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+from qerl.rewards import says_something
+
 FILE_TYPES = (".jsonl", ".parquet")
 
 
@@ -86,6 +88,6 @@ def answer_text(answer: object, where: str) -> str:
     if isinstance(answer, float) and math.isfinite(answer):
         return format(Decimal(repr(answer)), "f")
     is_value = isinstance(answer, (str, int)) and not isinstance(answer, bool)
-    if is_value and re.search(r"\w", str(answer)):
+    if is_value and re.search(r"\w", str(answer)) and says_something(str(answer)):
         return str(answer).strip()
     raise ValueError(f"{where}: the answer must be text or a number, not {answer!r:.80}")

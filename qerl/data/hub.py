@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qerl.rewards import as_reward, code_correct, format_score, math_correct
+from qerl.rewards import as_reward, code_correct, format_score, math_correct, says_something
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,9 @@ def _dapo(problem: str) -> list[dict]:
 
 
 def _text(value: object) -> str | None:
-    """An answer as text; None when there is none, or nothing but signs."""
-    return str(value).strip() if value is not None and re.search(r"\w", str(value)) else None
+    """An answer as text; None when there is none, or nothing but signs or empty macros."""
+    text = str(value).strip() if value is not None else ""
+    return text if re.search(r"\w", text) and says_something(text) else None
 
 
 def _after_hashes(solution: str) -> str | None:

@@ -11,7 +11,13 @@ sandbox.py.
 from collections.abc import Callable
 
 from .code import code_correct
-from .math import final_answer, last_integer_correct, last_number, math_correct
+from .math import (
+    final_answer,
+    last_integer_correct,
+    last_number,
+    math_correct,
+    says_something,
+)
 
 __all__ = [
     "STATED",
@@ -22,6 +28,7 @@ __all__ = [
     "last_integer_correct",
     "last_number",
     "math_correct",
+    "says_something",
     "soft_overlong_punishment",
     "text_of",
 ]

@@ -91,8 +91,7 @@ def math_correct(completion: str, answer: str) -> bool:
     Works from any thread. Returns False when the comparison runs past its time limit. Raises
     ValueError when `answer` is empty, because nothing could ever be right.
     """
-    answer = answer.translate(_DASHES)
-    gold = _plain(_boxed(answer) or answer)
+    gold = _gold(answer)
     if not gold:
         raise ValueError(f"the reference answer is empty ({answer!r}): remove that row")
     mine = _plain(final_answer(completion))
@@ -111,6 +110,16 @@ def math_correct(completion: str, answer: str) -> bool:
     elif _letters(mine).isalpha() and _letters(gold).isalpha():
         return False  # math-verify reads ABC as A * B * C, which is CBA
     return max(len(mine), len(gold)) <= FORMULA_CHARACTERS and judge.equal(gold, mine)
+
+
+def says_something(answer: str) -> bool:
+    """Whether a reference answer leaves something to compare: r"\text{}" does not."""
+    return bool(_gold(answer))
+
+
+def _gold(answer: str) -> str:
+    answer = answer.translate(_DASHES)
+    return _plain(_boxed(answer) or answer)
 
 
 def final_answer(completion: str) -> str:
