@@ -141,7 +141,8 @@ def _evaluate(arguments) -> None:
     if not arguments.model:
         raise ValueError("--model is missing: expected a checkpoint folder, or --completions FILE")
     folder = checkpoint.resolve(arguments.model)
-    checkpoint.require(folder, nvfp4=False if arguments.nf4 else None)
+    found = checkpoint.require(folder, nvfp4=False if arguments.nf4 else None)
+    checkpoint.require_context(found, _context(arguments))
     loaded = _adapter(arguments.adapter) if arguments.adapter else None
     tokenizer = data.tokenizer_of(folder)
     tasks = {name: data.load(name, "test", limit=arguments.limit) for name in names}
@@ -187,6 +188,11 @@ def _sampling_record(arguments) -> dict:
     return {name: getattr(arguments, name) for name in names}
 
 
+def _context(arguments) -> int:
+    """Tokens that a prompt and its completion may have together."""
+    return arguments.max_prompt_length + arguments.max_completion_length
+
+
 def _engine(arguments, folder, loaded):
     from qerl.rollout import EngineSettings, start
 
@@ -194,7 +200,7 @@ def _engine(arguments, folder, loaded):
         EngineSettings(
             model=str(folder),
             nf4=arguments.nf4,
-            max_model_len=arguments.max_prompt_length + arguments.max_completion_length,
+            max_model_len=_context(arguments),
             max_num_seqs=arguments.max_num_seqs,
             lora_rank=loaded.rank if loaded else 0,
             lora_modules=loaded.modules if loaded else (),

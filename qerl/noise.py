@@ -21,7 +21,6 @@ import hashlib
 import math
 import sys
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -60,14 +59,23 @@ class Schedule:
         """The stage, 0..num_stages-1, of a step counted from 1; the last one takes the rest."""
         if step < 1:
             raise ValueError(f"step {step}: steps are counted from 1")
-        return min((step - 1) // max(self.steps // self.num_stages, 1), self.num_stages - 1)
+        return min((step - 1) // self._length, self.num_stages - 1)
 
     def __str__(self) -> str:
         """Each stage as `first-last: sigma`."""
-        spans = (
-            (stage, list(steps)) for stage, steps in groupby(range(1, self.steps + 1), self.stage)
-        )
-        return ", ".join(f"{s[0]}-{s[-1]}: {self.stage_sigma(stage):.3g}" for stage, s in spans)
+        sigmas = map(self.stage_sigma, range(self.num_stages))
+        spans = zip(self.spans(), sigmas, strict=False)  # fewer steps than stages leave some out
+        return ", ".join(f"{span[0]}-{span[-1]}: {sigma:.3g}" for span, sigma in spans)
+
+    def spans(self) -> list[range]:
+        """The steps of each stage that has any."""
+        firsts = range(1, self.steps + 1, self._length)[: self.num_stages]
+        ends = [*firsts[1:], self.steps + 1]
+        return [range(first, end) for first, end in zip(firsts, ends, strict=True)]
+
+    @property
+    def _length(self) -> int:
+        return max(self.steps // self.num_stages, 1)
 
     def sigma(self, step: int) -> float:
         """The standard deviation of the noise at a step counted from 1."""

@@ -136,12 +136,7 @@ def _plan(config: TrainConfig) -> Plan:
     data.check_name(config.dataset, "train")
     folder = checkpoint.resolve(config.model_name)
     found = checkpoint.require(folder, nvfp4=config.precision == "nvfp4")
-    context = found.config.get("max_position_embeddings", config.max_model_len)
-    if config.max_model_len > context:
-        raise ValueError(
-            f"prompt + completion is {config.max_model_len} tokens (or --max-seq-length), and "
-            f"{folder} knows {context}: lower --max-completion-length"
-        )
+    checkpoint.require_context(found, config.max_model_len)
     _check_machine(config)
     tokenizer = data.tokenizer_of(folder)
     task = data.load(config.dataset, split="train", seed=config.random_state)

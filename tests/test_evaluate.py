@@ -117,6 +117,12 @@ def test_given_completions_get_the_verdicts_of_the_data_set_in_their_order(tmp_p
     assert "gsm8k: pass@1 50.0% +- 28.9 (4 questions x 1 samples)" in capsys.readouterr().out
 
 
+def test_more_tokens_than_the_model_knows_are_refused(smollm2, capsys):
+    flags = ["--model", str(smollm2), "--dataset", "arithmetic"]
+    assert evaluate.main([*flags, "--max-completion-length", "100000"]) == 2
+    assert "knows 8192: lower --max-completion-length" in capsys.readouterr().err
+
+
 def test_an_output_that_is_a_folder_is_refused_before_anything_is_scored(tmp_path, capsys):
     file = written(tmp_path / "said.jsonl", [{"completion": "1", "answer": "1"}])
     flags = ["--dataset", "gsm8k", "--completions", file, "--output", str(tmp_path)]

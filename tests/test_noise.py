@@ -193,3 +193,14 @@ def test_the_command_refuses_what_is_no_schedule(flags, capsys):
     with pytest.raises(SystemExit) as ended:
         noise.main(flags.split())
     assert ended.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_the_spans_of_the_stages_are_the_steps_that_have_them():
+    """All small schedules; and one of many steps is told at once."""
+    for stages in range(1, 8):
+        for steps in range(1, 40):
+            schedule = Schedule(1e-2, 1e-4, stages, steps)
+            spans = schedule.spans()
+            assert [step for span in spans for step in span] == list(range(1, steps + 1))
+            assert all({schedule.stage(step) for step in s} == {i} for i, s in enumerate(spans))
+    assert str(Schedule(1e-2, 1e-4, 2, 10**12)).startswith("1-500000000000: 0, 500000000001-")

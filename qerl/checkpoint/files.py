@@ -136,6 +136,16 @@ def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
     return found
 
 
+def require_context(found: Checkpoint, tokens: int) -> None:
+    """Raise ValueError for prompts and completions beyond what the model knows."""
+    context = found.config.get("max_position_embeddings", tokens)
+    if tokens > context:
+        raise ValueError(
+            f"prompt + completion is {tokens} tokens (or --max-seq-length), and {found.folder} "
+            f"knows {context}: lower --max-completion-length"
+        )
+
+
 def require_linear_backend(name: str) -> None:
     """Raise ValueError for a --linear-backend that this machine does not have."""
     import torch

@@ -171,8 +171,9 @@ class TrainConfig:
         schedule = self.schedule(steps)
         if schedule is None:
             return 0
-        sampling = range(1, steps + 1, self.num_iterations)
-        return self.num_stages - len({schedule.stage(step) for step in sampling})
+        every = self.num_iterations  # steps 1, 1 + every, .. sample
+        spans = schedule.spans()
+        return self.num_stages - sum(-(-(s[0] - 1) // every) * every + 1 in s for s in spans)
 
     def check(self) -> None:
         """Raise ValueError for the first setting that cannot work, with the way out."""
