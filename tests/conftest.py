@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from shared_engine import CONTEXT, RANK
+from shared_engine import CONTEXT, RANK, adapted
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "llm-compressor"
+TEXTS = ("What is 2 + 3?", "The capital of France is Paris, and that of Italy", "1, 2, 3, 4, 5, 6")
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"  # as training/quickstart.sh names them
 
 
@@ -73,3 +74,29 @@ def tokenizer(smollm2_nvfp4: Path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2_nvfp4)
+
+
+@pytest.fixture(scope="session")
+def base(smollm2_nvfp4: Path):
+    """The trainer's frozen model, for adapters of several ranks."""
+    from qerl import policy
+
+    return policy.load(smollm2_nvfp4)
+
+
+@pytest.fixture
+def tokens(tokenizer) -> list[list[int]]:
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture
+def two(base) -> tuple:
+    """Two different adapters of rank 16, as plain tensors."""
+    from qerl import adapter
+
+    made = []
+    for seed in (1, 2):
+        model = adapted(base, seed=seed)
+        made.append(adapter.of_model(model))
+        model.unload()
+    return tuple(made)

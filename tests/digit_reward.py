@@ -1,8 +1,12 @@
 """Reward functions for tests, given to --reward: their scores vary, so that there are gradients."""
 
+from qerl.data import REWARD_ARGUMENTS
 
-def digits(completions, **kwargs) -> list[float]:
-    """The number of digits in a completion, over ten."""
+
+def digits(**given) -> list[float]:
+    """The number of digits in a completion, over ten; TRL gives what load_reward thinks it does."""
+    assert set(given) == set(REWARD_ARGUMENTS), given.keys()
+    completions = given["completions"]
     return [sum(map(str.isdigit, completion[-1]["content"])) / 10 for completion in completions]
 
 
