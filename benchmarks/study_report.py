@@ -95,24 +95,25 @@ def differences(study: Study, runs: Path) -> list[dict]:
     """
     rows = []
     for pair in study.pairs:
-        row = {"pair": pair}
+        ours, theirs = (over_rates(study, runs, arm) for arm in pair)
+        seeds = sorted(ours.keys() & theirs.keys())
+        row = {"pair": pair, "seeds": len(seeds)}
         for mark in MARKS:
-            gains = [gain(study, runs, pair, seed, mark) for seed in study.seeds]
-            known = [value for value in gains if value is not None]
-            row |= {"seeds": len(known), mark: mean_and_interval(known) if known else None}
+            gains = [ours[seed][mark] - theirs[seed][mark] for seed in seeds]
+            row[mark] = mean_and_interval(gains) if gains else None
         rows.append(row)
     return rows
 
 
-def gain(study: Study, runs: Path, pair: tuple[str, str], seed: int, mark: str) -> float | None:
-    """The difference of a pair at one seed, the mean over rates; None when a run is missing."""
-    sums = []
-    for arm in pair:
+def over_rates(study: Study, runs: Path, arm: str) -> dict[int, dict[str, float]]:
+    """An arm's accuracy at each mark, the mean over rates, by the seeds that finished them all."""
+    found = {}
+    for seed in study.seeds:
         made = [Job(study, arm, rate, seed, runs).result() for rate in study.learning_rates]
-        if not all(result and "stopped" not in result for result in made):
-            return None
-        sums.append(math.fsum(result["accuracy"][mark] for result in made))
-    return (sums[0] - sums[1]) / len(study.learning_rates)
+        if all(result and "stopped" not in result for result in made):
+            accuracies = [result["accuracy"] for result in made]
+            found[seed] = {m: math.fsum(a[m] for a in accuracies) / len(made) for m in MARKS}
+    return found
 
 
 def pairs_markdown(rows: list[dict]) -> str:
