@@ -31,7 +31,7 @@ PACKAGES = (
 
 
 class Diverged(SystemExit):
-    """Ends the program: a run's gradients were not finite, step after step."""
+    """Ends the program: gradients, or what the engine sampled, were not finite."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
 
     engine: a qerl.rollout.Engine that fits `engine_settings`, to be used again; None: a new one.
     Ends the program (SystemExit) when sampler and trainer are not one policy, or (Diverged) when
-    gradients are not finite three steps in a row.
+    gradients are not finite three steps in a row or a sampled log-probability is not.
     """
     run_dir = Path(config.output_dir)
     if (run_dir / "adapter").is_dir():

@@ -53,7 +53,7 @@ def _overlong_punishment(config: TrainConfig):
 def frozen_heap():
     """Keep the garbage collector off what exists already: libraries, models, the engine.
 
-    A full look at that takes a third of a second, every few steps, and frees nothing.
+    A full look at that took 0.34 s on two CPU cores, every few steps.
     """
     gc.collect()
     gc.freeze()

@@ -26,8 +26,8 @@ if [ -z "$MODEL" ]; then
 fi
 checkpoint=$root/models/$(basename "$MODEL")-NVFP4A16-mse
 if [ ! -d "$checkpoint" ]; then
-  "$python" "$root/llm-compressor/quantize_nvfp4.py" --model "$MODEL" --output "$checkpoint" --method mse \
-    --skip-generation
+  "$python" "$root/llm-compressor/quantize_nvfp4.py" --model "$MODEL" --output "$checkpoint" \
+    --method mse --skip-generation
 fi
 "$python" -m qerl.check "$checkpoint"
 

@@ -141,8 +141,8 @@ def require_context(found: Checkpoint, tokens: int) -> None:
     context = found.config.get("max_position_embeddings", tokens)
     if tokens > context:
         raise ValueError(
-            f"prompt + completion is {tokens} tokens (or --max-seq-length), and {found.folder} "
-            f"knows {context}: lower --max-completion-length"
+            f"prompt + completion is {tokens} tokens, and {found.folder} knows {context}: lower "
+            "--max-completion-length (or training's --max-seq-length)"
         )
 
 

@@ -172,8 +172,8 @@ class TrainConfig:
         if schedule is None:
             return 0
         every = self.num_iterations  # steps 1, 1 + every, .. sample
-        spans = schedule.spans()
-        return self.num_stages - sum(-(-(s[0] - 1) // every) * every + 1 in s for s in spans)
+        sampled = (span[0] + (1 - span[0]) % every in span for span in schedule.spans())
+        return self.num_stages - sum(sampled)
 
     def check(self) -> None:
         """Raise ValueError for the first setting that cannot work, with the way out."""
