@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import scales
 import torch
 from compressed_tensors.offload import load_offloaded_model
 from compressed_tensors.quantization import preset_name_to_scheme
@@ -26,6 +25,7 @@ from llmcompressor.observers import Observer
 from loguru import logger
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import scales
 from qerl import checkpoint, nvfp4
 
 # Said dozens of times on a machine without a GPU.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
     from calibration import Calibration
 
 METHODS = {
@@ -138,8 +139,9 @@ def calibration_tokens(plan: Plan) -> torch.Tensor | None:
     """
     if plan.calibration is None:
         return None
-    import calibration
     from transformers import AutoTokenizer
+
+    import calibration
 
     return calibration.sequences(plan.calibration, AutoTokenizer.from_pretrained(plan.source))
 
@@ -163,9 +165,9 @@ def quantize(plan: Plan, tokens_ST: torch.Tensor | None, folder: Path) -> None:
 
 
 def stream_through(plan: Plan, folder: Path) -> dict[str, float]:
-    import stream
     from tqdm import tqdm
 
+    import stream
     from qerl import checkpoint
 
     with tqdm(total=len(plan.layers), unit="layer", desc=plan.method) as bar:

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from stream import INDEX, write_index
 
 from qerl import checkpoint, nvfp4
 from qerl.checkpoint.dialects import GLOBAL_SCALE, PACKED, SCALE
+from stream import INDEX, write_index
 
 RECORD = "quantization.json"
 REWRITTEN = ("config.json", "hf_quant_config.json", INDEX)  # all other files are copied

@@ -12,11 +12,11 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import scales
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import scales
 from qerl import checkpoint, nvfp4
 from qerl.checkpoint.dialects import FORMAT
 

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import torch
-from repair import note
 
 from qerl import checkpoint, policy
 from qerl.parity import LIMIT
 from qerl.rollout import Engine, EngineSettings
+from repair import note
 
 TEXT = """The water in the glass was still, and on the table beside it lay two letters, one open and
 one sealed. If a train leaves the city at noon and travels 60 miles an hour, it has gone 90 miles by

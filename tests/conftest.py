@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from shared_engine import CONTEXT, RANK, adapted
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

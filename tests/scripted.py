@@ -11,11 +11,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import tiny
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import tiny
 from qerl import parity, policy, train
 from qerl.rollout import Applied, Completion
 

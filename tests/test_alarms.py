@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import scripted
 import torch
 
+import scripted
 from qerl.alarms import ALARMS, Alarms
 from qerl.metrics import Tally
 from qerl.run_folder import last_checkpoint

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from folders import (
     LINEARS,
     SCHEME,
@@ -24,8 +26,6 @@ from folders import (
     said,
     write_folder,
 )
-from safetensors.torch import load_file
-
 from qerl import check, checkpoint
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import foreign
 import pytest
 import torch
-from folders import edit_config, edit_shard, said, write_folder
 
+import foreign
+from folders import edit_config, edit_shard, said, write_folder
 from qerl import checkpoint
 
 

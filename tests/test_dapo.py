@@ -11,13 +11,13 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import scripted
-import tiny
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.func import functional_call
 
+import scripted
+import tiny
 from qerl import groups, policy
 from qerl.arguments import grpo_config
 from qerl.config import LOSS_TYPES, TrainConfig

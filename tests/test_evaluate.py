@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import test_data_rewards as hub_sets
 import torch
 
+import test_data_rewards as hub_sets
 from qerl import adapter, compare, data, evaluate, policy, rewards
 from qerl.rollout import Completion, Sampling
 

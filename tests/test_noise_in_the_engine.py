@@ -6,14 +6,14 @@ In the norms of SmolLM2 in NVFP4 (conftest.py), and in the linears of a tiny mod
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
-from shared_engine import adapted, gap
 
+import tiny
 from qerl import adapter, policy
 from qerl.noise import Noise
 from qerl.rollout import Applied
 from qerl.rollout.worker import FEEDS, NoisyLinear, noisy_norms, scaled
+from shared_engine import adapted, gap
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from qerl import adapter, linear, parity, policy
 from qerl.config import TrainConfig
 from qerl.noise import Noise

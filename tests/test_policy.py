@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
+import tiny
 from qerl import adapter, linear, policy
 
 MODELS = list(itertools.product(tiny.FAMILIES, (True, False)))  # family, tied embeddings

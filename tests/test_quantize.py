@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import calibration
 import pytest
-import quantize_nvfp4
-import smollm2
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import calibration
+import quantize_nvfp4
+import smollm2
 from qerl import checkpoint, nvfp4
 
 SCRIPTS = Path(__file__).parent.parent / "llm-compressor"

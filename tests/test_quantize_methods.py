@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-import quantize_nvfp4
-import stream
-import tiny
 import torch
 from compressed_tensors.offload import load
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import quantize_nvfp4
+import stream
+import tiny
 from qerl import checkpoint, nvfp4
 
 MODELS = {"llama, tied": ("llama", True), "qwen2, biases": ("qwen2", False)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import scales
 import torch
 
+import scales
 from qerl import nvfp4
 
 POSITIVE = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -7,10 +7,10 @@ import math
 import sys
 
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+import tiny
 from benchmarks import quantizers
 
 

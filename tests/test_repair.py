@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import folders
-import foreign
 import pytest
-import repair
 import torch
 
+import folders
+import foreign
+import repair
 from qerl import checkpoint, nvfp4
 
 GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"

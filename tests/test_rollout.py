@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from shared_engine import CONTEXT, RANK, adapted, gap
 
 from qerl import adapter, policy
 from qerl.noise import Noise
 from qerl.rollout import Sampling
 from qerl.rollout.engine import seeded
 from qerl.rollout.worker import QeRLWorker
+from shared_engine import CONTEXT, RANK, adapted, gap
 
 pytestmark = pytest.mark.slow
 

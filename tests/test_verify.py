@@ -6,17 +6,17 @@ import json
 import math
 from pathlib import Path
 
-import foreign
 import pytest
-import quantize_nvfp4
-import repair
-import tiny
 import torch
-import verify
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import foreign
+import quantize_nvfp4
+import repair
+import tiny
+import verify
 from qerl import checkpoint
 
 pytestmark = pytest.mark.slow

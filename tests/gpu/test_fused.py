@@ -1,9 +1,9 @@
 """The layers that Liger computes on a GPU, against transformers' own."""
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from qerl import policy
 
 IDS = torch.randint(tiny.VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(0))
