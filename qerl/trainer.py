@@ -119,6 +119,12 @@ class QeRLTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args, **kwargs):
         with self.timed("time_reward_s"):
             rewards_BF = super()._calculate_rewards(*args, **kwargs)
+        for name, infinite in zip(self.reward_func_names, rewards_BF.isinf().any(0), strict=True):
+            if infinite:
+                raise ValueError(
+                    f"the reward {name} is infinite for a completion, and a group with it has no "
+                    "mean: expected a finite number, or None for no verdict"
+                )
         if self._overlong:  # no verdict on the task remains no verdict
             rewards_BF[rewards_BF[:, :-1].isnan().all(1), -1] = torch.nan
         self._rewards_BF = rewards_BF

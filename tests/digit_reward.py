@@ -18,3 +18,8 @@ def constant(completions, **kwargs) -> list[float]:
 def nothing(completions, **kwargs) -> list[None]:
     """No verdict on any completion."""
     return [None] * len(completions)
+
+
+def endless(completions, **kwargs) -> list[float]:
+    """What no reward may be."""
+    return [float("inf")] + [0.0] * (len(completions) - 1)

@@ -410,6 +410,13 @@ def test_no_verdict_is_still_none_under_a_punishment(model, tmp_path, monkeypatc
     assert (row["reward"], row["overlong_punishment"], row["grad_norm"]) == (None, None, 0)
 
 
+def test_an_infinite_reward_ends_the_run_and_is_named(model, tmp_path, monkeypatch):
+    """It left a group with advantages of NaN, which was told as one that earned the same."""
+    with pytest.raises(ValueError, match="the reward endless is infinite"):
+        flags = ["--reward", "digit_reward:endless"]
+        scripted.run(monkeypatch, model, tmp_path, scripted.Engine(varied), *flags)
+
+
 def test_the_kl_to_the_base_model_is_there_when_asked_for(model, tmp_path, monkeypatch):
     flags = ["--max-steps", "3", "--max-grad-norm", "0", "--learning-rate", "1e-2"]
     kls = {}

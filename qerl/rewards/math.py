@@ -32,6 +32,7 @@ _DASHES = str.maketrans("\u2212\u2013", "--")  # the typographic minus, and what
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _DIGITS += r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?"
 _MAGNITUDES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_MIXED = re.compile(r"([-+]?)([0-9]+) ?\\frac\{([0-9]+)\}\{([0-9]+)\}")  # 3\frac{1}{2} is 7/2
 _NO_NUMBER = re.compile(r"[0-9]_|[<>≤≥≠±]|\\(?:[lg]e(?:q|qslant)?|neq?|[lg]t|pm)(?![A-Za-z])")
 _MINUS = r"(?:(?<![\w)\]}])-)?"
 _INTEGER = re.compile(rf"{_MINUS}{_DIGITS}")
@@ -97,6 +98,8 @@ def math_correct(completion: str, answer: str) -> bool:
     mine = _plain(final_answer(completion))
     if not mine:
         return False
+    if re.fullmatch(r"\(?[A-Z]\)?", gold):  # a choice, which may come with its text: (C) 5
+        mine = re.sub(r"^(\([A-Z]\)) [\w\\-].*", r"\1", mine)
     if _letters(mine) == _letters(gold):
         return True
     expected = _quantity(gold)
@@ -178,6 +181,7 @@ _REWRITES = [
     (re.compile(r"(?<![0-9.,/])([0-9]+) ([0-9]+)/([0-9]+)"), r"\1\\frac{\2}{\3}"),  # 2 1/2
     (re.compile(r"(?<=\w)\*\*(?=\w)"), "^"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])|\u03c0"), r"\\pi "),
+    (re.compile(r"(?<![\\A-Za-z])(ln|log|sin|cos|tan)(?=[ (]?[0-9(])"), r"\\\1"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)|\u221a\(?([0-9]+)\)?"), r"\\sqrt{\1\2}"),
 ]
 
@@ -231,7 +235,10 @@ def _quantity(text: str) -> _Quantity | None:
     """Read a number, a fraction, a percentage, each perhaps with a unit; None for anything else."""
     if len(text) > NUMBER_CHARACTERS:
         return None
-    if fraction := _FRACTION.match(text):
+    if mixed := _MIXED.match(text):
+        sign, whole, top, bottom = mixed.groups()
+        text = f"{sign}{int(whole) * int(bottom) + int(top)}/{bottom}" + text[mixed.end() :]
+    elif fraction := _FRACTION.match(text):
         text = "{}{}/{}".format(*fraction.groups()) + text[fraction.end() :]
     match = _NUMBER.fullmatch(text)
     if match is None:
