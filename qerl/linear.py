@@ -1,13 +1,13 @@
-"""The linear layers that train: a frozen base in NVFP4 or bf16 with a LoRA adapter, as one step.
+"""The linear layers that train: a frozen base in NVFP4 or bf16 with a LoRA adapter on it.
 
     y = x W^T + b + s (x A^T) B^T        W [N, K] frozen, A [R, K] and B [N, R] learn, s = alpha / R
 
-PEFT owns the adapter (its names, its files, its switches); this module computes it. One autograd
-node does what PEFT does with five, and writes the adapter's part into the base's output instead of
-adding three tensors of its size. A packed W is rebuilt from its 4 bits for each matmul, in the
-forward and again in the backward pass, so that autograd never holds a dense copy (the original
-decompressed every weight in PyTorch on every forward and, without gradient checkpointing, kept
-them all). Building a model out of these layers is qerl.policy's business.
+PEFT owns the adapter (its names, its files, its switches); this module computes it. Two autograd
+nodes do what PEFT does with five: one makes the adapter's part, and the other multiplies by W on
+top of it instead of adding tensors of that size. A packed W is rebuilt from its 4 bits for each
+matmul, in the forward and again in the backward pass, so that autograd never holds a dense copy
+(the original decompressed every weight in PyTorch on every forward and, without gradient
+checkpointing, kept them all). Building a model out of these layers is qerl.policy's business.
 """
 
 from __future__ import annotations
@@ -20,38 +20,58 @@ from torch.nn import functional as F
 from qerl import kernels, nvfp4
 
 
-class _Linear(torch.autograd.Function):
-    """The formula above. `base` is a module with dense(dtype) and bias; A and B may be None."""
+class _Adapter(torch.autograd.Function):
+    """(x, b + s (x A^T) B^T): x for the base to multiply, and what it has to add to.
+
+    Saves all that the backward pass needs, and before the base multiplies. So gradient
+    checkpointing, which recomputes a block up to its last saved tensor, never recomputes the base
+    product of the block's last linear: down_proj's, 29% of the weights of a 7B model.
+    """
 
     @staticmethod
-    def forward(ctx, x, A_RK, B_NR, base, scale):
-        ctx.base, ctx.scale = base, scale
-        y = F.linear(x, dense(base, x.dtype), base.bias)
-        if A_RK is None:
-            return y
-        ctx.learned = A_RK.dtype
+    def forward(ctx, x, A_RK, B_NR, bias, scale):
+        ctx.scale, ctx.learned = scale, A_RK.dtype
         A_RK, B_NR = A_RK.to(x.dtype), B_NR.to(x.dtype)
         x_TK = x.reshape(-1, x.shape[-1])
         t_TR = x_TK @ A_RK.T
-        y.view(-1, y.shape[-1]).addmm_(t_TR, B_NR.T, alpha=scale)
+        y = x.new_empty(*x.shape[:-1], B_NR.shape[0])  # no view: the base adds to it in place
+        y_TN = y.view(-1, y.shape[-1])
+        start, beta = (y_TN, 0) if bias is None else (bias, 1)
+        torch.addmm(start, t_TR, B_NR.T, beta=beta, alpha=scale, out=y_TN)
         ctx.save_for_backward(x_TK, t_TR, A_RK, B_NR)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(x)
+        return x, y
+
+    @staticmethod
+    def backward(ctx, dx, grad):
+        x_TK, t_TR, A_RK, B_NR = ctx.saved_tensors
+        grad_TN = grad.reshape(-1, grad.shape[-1])
+        dt_TR = scaled(grad_TN @ B_NR, ctx.scale)
+        dA_RK = product(dt_TR.T, x_TK, ctx.learned)
+        dB_NR = scaled(product(grad_TN.T, t_TR, ctx.learned), ctx.scale)
+        if dx is not None:  # _Base made it for this node alone, which may therefore add to it
+            dx.view(-1, dx.shape[-1]).addmm_(dt_TR, A_RK)
+        return dx, dA_RK, dB_NR, None, None
+
+
+class _Base(torch.autograd.Function):
+    """x W^T + b, or y + x W^T in y's memory. Saves nothing: W is rebuilt in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, y, base):
+        ctx.base = base
+        weight_NK = dense(base, x.dtype)
+        if y is None:
+            return F.linear(x, weight_NK, base.bias)
+        ctx.mark_dirty(y)
+        y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight_NK.T)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        grad_TN, saved = grad.reshape(-1, grad.shape[-1]), ctx.saved_tensors
-        dx_TK = dA_RK = dB_NR = None
-        if ctx.needs_input_grad[0]:
-            dx_TK = grad_TN @ dense(ctx.base, grad.dtype)
-        if saved:
-            x_TK, t_TR, A_RK, B_NR = saved
-            dt_TR = scaled(grad_TN @ B_NR, ctx.scale)
-            dA_RK = product(dt_TR.T, x_TK, ctx.learned)
-            dB_NR = scaled(product(grad_TN.T, t_TR, ctx.learned), ctx.scale)
-            if dx_TK is not None:
-                dx_TK.addmm_(dt_TR, A_RK)
-        dx = None if dx_TK is None else dx_TK.view(*grad.shape[:-1], dx_TK.shape[-1])
-        return dx, dA_RK, dB_NR, None, None
+        dx = grad @ dense(ctx.base, grad.dtype) if ctx.needs_input_grad[0] else None
+        return dx, grad if ctx.needs_input_grad[1] else None, None
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -124,7 +144,7 @@ class NVFP4Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N] in x's dtype (bf16 under autocast)."""
-        return _Linear.apply(autocast(x), None, None, self, 1.0)
+        return _Base.apply(autocast(x), None, self)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4"
@@ -143,7 +163,8 @@ class LoRALinear(PeftLinear):
             return super().forward(x, *args, **kwargs)
         (name,) = self.active_adapters
         A_RK, B_NR = self.lora_A[name].weight, self.lora_B[name].weight
-        return _Linear.apply(autocast(x), A_RK, B_NR, self.base_layer, self.scaling[name])
+        base, scale = self.base_layer, self.scaling[name]
+        return _Base.apply(*_Adapter.apply(autocast(x), A_RK, B_NR, base.bias, scale), base)
 
     def _is_plain(self) -> bool:
         names = self.active_adapters
