@@ -36,7 +36,7 @@ class _Adapter(torch.autograd.Function):
         t_TR = x_TK @ A_RK.T
         y = x.new_empty(*x.shape[:-1], B_NR.shape[0])  # no view: the base adds to it in place
         y_TN = y.view(-1, y.shape[-1])
-        start, beta = (y_TN, 0) if bias is None else (bias, 1)
+        start, beta = (y_TN, 0) if bias is None else (bias.to(x.dtype), 1)
         torch.addmm(start, t_TR, B_NR.T, beta=beta, alpha=scale, out=y_TN)
         ctx.save_for_backward(x_TK, t_TR, A_RK, B_NR)
         if not ctx.needs_input_grad[0]:

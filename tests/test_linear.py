@@ -157,6 +157,16 @@ def test_an_adapter_on_4_bits_computes_as_one_on_their_dense_values(bias):
         torch.testing.assert_close(mine, reference)
 
 
+def test_a_float32_bias_is_taken_under_autocast_as_a_linear_takes_it():
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (
+            results(adapted(plain_linear(17, 48, True).float(), 4, kind), (5,), 48, torch.float32)
+            for kind in (LoRALinear, None)
+        )
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference.to(mine.dtype), rtol=0.05, atol=0.05)
+
+
 def nodes(y: torch.Tensor) -> set[str]:
     """The names of the autograd nodes behind y."""
     found, left = set(), [y.grad_fn]
