@@ -1,7 +1,8 @@
-"""Groups of completions of one prompt: which teach nothing, and how others take their place.
+"""The rows of a rollout: groups that teach nothing, others in their place, passes of like length.
 
-The tensors of dynamic sampling (DAPO, arXiv 2503.14476, section 3.2); qerl.trainer samples. A
-batch is the dictionary of tensors that TRL makes of a rollout, its rows group after group.
+The tensors of dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) and of gradient accumulation;
+qerl.trainer samples and trains. A batch is the dictionary of tensors that TRL makes of a rollout,
+its rows group after group; a pass is a part of one that goes through the model at once.
 """
 
 from __future__ import annotations
@@ -48,3 +49,20 @@ def _widen(values: torch.Tensor, width: int, left: bool) -> torch.Tensor:
         return values
     missing = width - values.shape[1]
     return pad(values, (missing, 0) if left else (0, missing))
+
+
+def by_length(passes: list[dict]) -> list[dict]:
+    """The same rows dealt out again, shortest first, so that those of a pass are of like length."""
+    rows = {key: torch.cat([one[key] for one in passes]) for key, v in passes[0].items() if v.dim()}
+    order = rows["completion_mask"].sum(1).argsort(stable=True).split(len(passes[0]["prompt_ids"]))
+    return [
+        one | {key: values[chosen] for key, values in rows.items()}
+        for one, chosen in zip(passes, order, strict=True)
+    ]
+
+
+def span(mask_BT: torch.Tensor, kept: int) -> tuple[int, int]:
+    """The columns [start, end) that some row attends to, and one of the last `kept` at least."""
+    columns = mask_BT.any(0).nonzero()
+    first_kept = mask_BT.shape[1] - kept
+    return min(int(columns[0]), first_kept), max(int(columns[-1]), first_kept) + 1

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
@@ -217,12 +218,32 @@ class QeRLTrainer(GRPOTrainer):
         finally:
             self.vllm_importance_sampling_correction, self._waiting = False, None
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """TRL's forward pass; within the loss it is measured, and fills in the weights."""
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _prepare_inputs(self, generation_batch):
+        """TRL's pass; the passes of a new rollout are of like length.
+
+        Not for bnpo, which averages within a pass: its short completions would weigh more.
+        """
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before or self.loss_type == "bnpo":
+            return inputs
+        self._buffered_inputs = groups.by_length(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _get_per_token_logps_and_entropies(self, model, ids_BT, mask_BT, kept, *args, **kwargs):
+        """TRL's forward pass, over the columns that some row attends to, with 0 for the others.
+
+        TRL pads every pass to the longest completion of the rollout. Within the loss the pass is
+        measured, and fills in the weights.
+        """
+        start, end = groups.span(mask_BT, kept)
+        cut = mask_BT.shape[1] - end
+        part = ids_BT[:, start:end], mask_BT[:, start:end], kept - cut
+        result = super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
+        logps_BT, entropies_BT = (x if x is None else pad(x, (0, cut)) for x in result[:2])
         if self._waiting is not None:
-            self._measure(self._waiting, result[0].detach(), result[1].detach())
-        return result
+            self._measure(self._waiting, logps_BT.detach(), entropies_BT.detach())
+        return logps_BT, entropies_BT, *result[2:]
 
     def _measure(self, inputs: dict, logps_BT: torch.Tensor, entropies_BT: torch.Tensor) -> None:
         mask_BT, tally = inputs["completion_mask"], self._tally

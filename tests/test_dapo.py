@@ -54,11 +54,13 @@ def dense(base: torch.nn.Module, factors: dict) -> dict[str, torch.Tensor]:
 
 def reference_logps(base, factors, rows: dict) -> torch.Tensor:
     """log pi of each completion token [B, T] at the temperature."""
-    ids_BT = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
-    attention_BT = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)
+    # Positions count from the first token of the longest prompt: RoPE rounds them in float32.
+    start = int(rows["prompt_mask"].any(0).int().argmax())
+    ids_BT = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)[:, start:]
+    attention_BT = torch.cat([rows["prompt_mask"], rows["completion_mask"]], 1)[:, start:]
     inputs = {"input_ids": ids_BT, "attention_mask": attention_BT}
     logits_BTV = functional_call(base, dense(base, factors), kwargs=inputs).logits
-    logps_BTV = (logits_BTV / TEMPERATURE).log_softmax(-1)[:, PROMPT - 1 : -1]
+    logps_BTV = (logits_BTV / TEMPERATURE).log_softmax(-1)[:, PROMPT - 1 - start : -1]
     return logps_BTV.gather(2, rows["completion_ids"][..., None])[..., 0]
 
 
@@ -213,6 +215,31 @@ def compare(trainer: QeRLTrainer, rollout: dict, within: float = 1e-9) -> None:
         for name, gradient in zip(leaves, wanted, strict=True):
             near = {"rtol": within, "atol": within * largest}
             torch.testing.assert_close(gradients[name], gradient, **near)
+
+
+def widths(trainer: QeRLTrainer) -> list[int]:
+    """The columns of each pass that went through the model since `trainer` was made."""
+    seen, model = [], trainer.model.get_base_model()
+    forward = model.forward
+    model.forward = lambda input_ids, **kwargs: (
+        seen.append(input_ids.shape[1]) or forward(input_ids=input_ids, **kwargs)
+    )
+    return seen
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_pass_is_as_wide_as_its_own_longest_row(loss_type, tmp_path):
+    """And cut-off completions, which are left out of the loss, cost their prompts alone."""
+    trainer, rollout = trainer_of(tmp_path, 4, loss_type=loss_type), batch(3, old=False)
+    seen = widths(trainer)
+    compare(trainer, rollout)
+    lengths = rollout["completion_mask"].sum(1).tolist()
+    for width, rows in zip(seen, trainer._buffered_inputs, strict=True):
+        prompt, completion = (int(rows[f"{n}_mask"].sum(1).max()) for n in ("prompt", "completion"))
+        assert width == prompt + max(completion, 1)
+    dealt = torch.cat([rows["completion_mask"].sum(1) for rows in trainer._buffered_inputs])
+    assert dealt.sort()[0].tolist() == sorted(lengths) and min(lengths) == 0
+    assert (dealt.tolist() == sorted(lengths)) == (loss_type != "bnpo")  # which averages in a pass
 
 
 @pytest.mark.parametrize("passes", [1, 4])
