@@ -51,13 +51,23 @@ def _widen(values: torch.Tensor, width: int, left: bool) -> torch.Tensor:
     return pad(values, (missing, 0) if left else (0, missing))
 
 
-def by_length(passes: list[dict]) -> list[dict]:
-    """The same rows dealt out again, shortest first, so that those of a pass are of like length."""
+def teaches(batch: dict, kl: bool) -> torch.Tensor:
+    """Whether a row has a gradient [B], bool: tokens in the loss, and an advantage or a KL."""
+    return batch["completion_mask"].any(1) & ((batch["advantages"] != 0) | kl)
+
+
+def dealt_again(passes: list[dict], kl: bool) -> list[dict]:
+    """The rows of `passes` in other passes: rows without a gradient first, then by length.
+
+    Rows of a pass are of like length then, and in most passes all have a gradient or none.
+    """
     rows = {key: torch.cat([one[key] for one in passes]) for key, v in passes[0].items() if v.dim()}
-    order = rows["completion_mask"].sum(1).argsort(stable=True).split(len(passes[0]["prompt_ids"]))
+    key = rows["completion_mask"].sum(1)
+    key = key + teaches(rows, kl) * (key.max() + 1)
+    chosen = key.argsort(stable=True).split(len(passes[0]["prompt_ids"]))
     return [
-        one | {key: values[chosen] for key, values in rows.items()}
-        for one, chosen in zip(passes, order, strict=True)
+        one | {key: values[which] for key, values in rows.items()}
+        for one, which in zip(passes, chosen, strict=True)
     ]
 
 

@@ -213,21 +213,28 @@ class QeRLTrainer(GRPOTrainer):
             ones = torch.ones_like(sampler_logps_BT[:, :width])
             self._waiting = inputs | {"importance_sampling_ratio": ones}
             self.vllm_importance_sampling_correction = True
+        learns = bool(groups.teaches(inputs, self.beta != 0).any())
         try:
-            return super()._compute_loss(model, self._waiting)
+            with torch.set_grad_enabled(learns):
+                loss = super()._compute_loss(model, self._waiting)
         finally:
             self.vllm_importance_sampling_correction, self._waiting = False, None
+        return loss if learns else loss + self._nothing()
+
+    def _nothing(self) -> torch.Tensor:
+        """0, with gradients of 0: what a backward pass through the model would find as well."""
+        return sum(0 * p.sum() for p in self.model.parameters() if p.requires_grad)
 
     def _prepare_inputs(self, generation_batch):
-        """TRL's pass; the passes of a new rollout are of like length.
+        """TRL's pass; the rows of a new rollout are dealt to its passes again (qerl.groups).
 
-        Not for bnpo, which averages within a pass: its short completions would weigh more.
+        Not for bnpo, which averages within a pass: short completions would weigh more.
         """
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is before or self.loss_type == "bnpo":
             return inputs
-        self._buffered_inputs = groups.by_length(self._buffered_inputs)
+        self._buffered_inputs = groups.dealt_again(self._buffered_inputs, self.beta != 0)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _get_per_token_logps_and_entropies(self, model, ids_BT, mask_BT, kept, *args, **kwargs):

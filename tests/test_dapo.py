@@ -242,6 +242,20 @@ def test_a_pass_is_as_wide_as_its_own_longest_row(loss_type, tmp_path):
     assert (dealt.tolist() == sorted(lengths)) == (loss_type != "bnpo")  # which averages in a pass
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_only_passes_with_a_gradient_are_gone_back_through(passes, beta, tmp_path):
+    """Of 8 rows 2 have no tokens in the loss and 3 more no advantage, but a KL if asked for."""
+    trainer, rollout = trainer_of(tmp_path, passes, beta=beta, num_iterations=2), batch(2, old=True)
+    rollout["advantages"][1:4] = 0
+    backwards = []
+    model = trainer.model.get_base_model()
+    model.model.norm.register_full_backward_hook(lambda *a: backwards.append(1))
+    compare(trainer, rollout)
+    without = 2 if beta else 5
+    assert len(backwards) == 2 * (passes - without * passes // ROWS)
+
+
 @pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("correction", MODES)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
