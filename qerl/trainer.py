@@ -354,9 +354,10 @@ class QeRLTrainer(GRPOTrainer):
 
 
 class _StepClock(TrainerCallback):
-    """Starts each step's clock; after a resume, restores TRL's count of passes too.
+    """Starts each step's clock; after a resume, restores TRL's count of passes and --save-steps.
 
-    TRL samples anew when that count is a multiple of its rhythm, and starts it at 0.
+    TRL samples anew when that count is a multiple of its rhythm, and starts it at 0; transformers
+    takes the saved run's steps between checkpoints.
     """
 
     def __init__(self, trainer: QeRLTrainer):
@@ -364,6 +365,7 @@ class _StepClock(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer._step = state.global_step * args.gradient_accumulation_steps
+        state.compute_steps(args, state.max_steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer._times.clear()

@@ -487,3 +487,17 @@ def test_the_ratios_are_those_of_sampler_and_trainer(model, tmp_path, monkeypatc
         assert row["effective_sample_share"] == pytest.approx(kish, abs=0.05)
         assert row["sampler_kl"] == pytest.approx((r - 1 - r.log()).mean().item(), rel=0.1)
         assert row["capped_fraction"] == capped
+
+
+def test_save_steps_of_a_second_start_count(model, tmp_path, monkeypatch):
+    """trainer_state.json holds those of the first, which transformers would take."""
+
+    def saved(*flags):
+        more = ["--max-steps", "4", "--save-strategy", "steps", "--save-total-limit", "9", *flags]
+        scripted.run(monkeypatch, model, tmp_path, scripted.Engine(varied), *more)
+        return sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+
+    assert saved("--save-steps", "2") == ["checkpoint-2", "checkpoint-4"]
+    for name in ("adapter", "checkpoint-4"):
+        shutil.rmtree(tmp_path / name)
+    assert saved("--save-steps", "1") == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
