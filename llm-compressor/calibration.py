@@ -7,7 +7,6 @@ shuffled by the seed, laid end to end and cut into sequences of one length.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -94,12 +93,7 @@ def _read(wanted: Calibration) -> Iterator[tuple[str, str | dict]]:
         text, size = path.read_text(), 8 * wanted.sequence_length  # some sequences each
         yield from ((wanted.name, text[at : at + size]) for at in range(0, len(text), size))
     elif path.suffix == ".jsonl":
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON: {error}") from error
+        yield from data.files.read_jsonl(path)
     else:
         yield from ((wanted.name, row) for row in data.load(wanted.name, seed=wanted.seed).rows)
 
@@ -114,9 +108,9 @@ def _text(row: object, where: str, tokenizer) -> str:
         case {"prompt": prompt, "completion": str(answer)} | {"prompt": prompt, "answer": answer}:
             if isinstance(prompt, str):
                 return f"{prompt}{answer}"
-            return _conversation(
-                [*prompt, {"role": "assistant", "content": str(answer)}], tokenizer
-            )
+            if isinstance(prompt, list):
+                said = {"role": "assistant", "content": str(answer)}
+                return _conversation([*prompt, said], tokenizer)
     raise ValueError(f"{where}: {ROW}, not {row!r:.80}")
 
 

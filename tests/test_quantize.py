@@ -225,9 +225,17 @@ def test_each_kind_of_row_becomes_its_text_and_an_end(row, tmp_path, tokenizer):
     assert sequences(tmp_path / "a.jsonl", [row], tokenizer) == [[2, 3, 4, 1]]
 
 
-def test_a_row_of_another_kind_is_told_by_its_line(tmp_path, tokenizer):
+@pytest.mark.parametrize("row", [{"txt": "w2"}, {"prompt": None, "answer": "w2"}])
+def test_a_row_of_another_kind_is_told_by_its_line(row, tmp_path, tokenizer):
     with pytest.raises(ValueError, match="a.jsonl, line 1: expected an object with text"):
-        sequences(tmp_path / "a.jsonl", [{"txt": "w2"}], tokenizer)
+        sequences(tmp_path / "a.jsonl", [row], tokenizer)
+
+
+def test_a_line_ends_at_its_line_feed_alone_and_blank_ones_are_passed_over(tmp_path, tokenizer):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "w2\u2028"}\n\n{"text": "w2\u2028"}\n\n')
+    wanted = calibration.Calibration(str(file), samples=2, sequence_length=2, seed=0)
+    assert calibration.sequences(wanted, tokenizer).tolist() == [[2, 1], [2, 1]]
 
 
 def test_documents_are_drawn_by_the_seed_and_cut_to_length(tmp_path, tokenizer):
