@@ -75,7 +75,8 @@ def find(args: argparse.Namespace) -> Plan:
     """The plan for these arguments.
 
     Raises ValueError, ahead of any work, for a model that is not there, is quantized already or
-    cannot be quantized, for an output that exists, and for calibration data that cannot be used.
+    cannot be quantized, for an output that exists or cannot be written, and for calibration data
+    that cannot be used.
     """
     from qerl import checkpoint
 
@@ -86,8 +87,7 @@ def find(args: argparse.Namespace) -> Plan:
             f"--output {output} says {named[1]} and --method is {args.method}: a checkpoint's name "
             "says how it was made"
         )
-    if output.exists():
-        raise ValueError(f"{output} is there already: remove it, or give another --output")
+    checkpoint.require_new(output)
     calibration = find_calibration(args)
     source = checkpoint.resolve(args.model)
     checkpoint.require(source, nvfp4=False)

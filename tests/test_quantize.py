@@ -172,6 +172,7 @@ def test_a_users_mistakes_are_told_before_any_weight_is_read(
             *("--model", str(tiny), "--method", "mse", "--output", f"{new}-NVFP4A16-rtn")
         ],
         "is there already": ["--model", str(tiny), "--output", str(quantized)],
+        "cannot be written": ["--model", str(tiny), "--output", str(tiny / "LICENSE" / "new")],
     }
     for words, arguments in mistakes.items():
         assert quantize_nvfp4.main(arguments) == 2

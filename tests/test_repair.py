@@ -182,6 +182,7 @@ def test_a_users_mistakes_are_told(folder, tmp_path, capsys):
         "there is no folder": [str(tmp_path / "absent")],
         "is not quantized": [str(dense)],
         "is there already": [str(folder), "--output", str(dense)],
+        "cannot be written": [str(folder), "--output", str(dense / "config.json" / "new")],
     }
     for words, arguments in mistakes.items():
         assert repair.main(arguments) == 2

@@ -19,7 +19,7 @@ from qerl.checkpoint.files import (
     tensors,
 )
 from qerl.checkpoint.problems import fused, problems
-from qerl.checkpoint.whole import write
+from qerl.checkpoint.whole import require_new, write
 
 __all__ = [
     "Checkpoint",
@@ -31,6 +31,7 @@ __all__ = [
     "require",
     "require_context",
     "require_linear_backend",
+    "require_new",
     "require_nf4",
     "resolve",
     "tensors",
