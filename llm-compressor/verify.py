@@ -83,8 +83,11 @@ def main(argv: list[str] | None = None) -> int:
     if faults:
         return 1
     found = verify(args.folder, original)
-    note(args.folder, "verified", found)
-    print(report(found))
+    print(report(found), flush=True)
+    try:
+        note(args.folder, "verified", found)
+    except OSError as error:  # another user's folder, or a full disk
+        print(f"verify: not noted in the folder: {error}", file=sys.stderr)
     if not agree(found):
         print(f"verify: the two loaders disagree (limit {LIMIT})", file=sys.stderr)
         return 1

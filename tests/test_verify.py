@@ -70,6 +70,13 @@ def test_both_loaders_and_the_original_are_compared_and_recorded(folder, tmp_pat
     assert f"original {found['perplexity']['original']:.3f}" in said
 
 
+def test_a_folder_that_takes_no_note_does_not_lose_the_result(folder, capfd):
+    (folder / "quantization.json").mkdir()
+    assert verify.main([str(folder)]) == 0
+    said = capfd.readouterr()
+    assert "trainer and vLLM: mean gap" in said.out and "not noted" in said.err
+
+
 @pytest.mark.parametrize("dialect", ["W4A4", "NVFP4", "W4A16_NVFP4"])
 def test_what_others_made_is_one_policy_to_both(folder, dialect):
     before = verify._trainer(folder, list(range(200)))
