@@ -233,13 +233,14 @@ def sample(folder: Path) -> str:
 def modes() -> argparse.ArgumentParser:
     """The flags that take a finished checkpoint, --model aside."""
     made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    made.add_argument(
+    one = made.add_mutually_exclusive_group()
+    one.add_argument(
         "--repair",
         metavar="FOLDER",
         help="instead of quantizing: write this NVFP4 checkpoint anew, fused layers under one "
         "scale and in the standard form, to --output [FOLDER-repaired]",
     )
-    made.add_argument(
+    one.add_argument(
         "--verify",
         nargs="?",
         const="",

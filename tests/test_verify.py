@@ -125,6 +125,9 @@ def test_the_quantizer_repairs_and_verifies_by_flag(folder, tmp_path, capfd):
     with pytest.raises(SystemExit):
         quantize_nvfp4.main(["--repair", str(folder), "--method", "rtn"])
     assert "unrecognized arguments: --method rtn" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        quantize_nvfp4.main(["--repair", str(folder), "--verify"])
+    assert "--verify: not allowed with argument --repair" in capfd.readouterr().err
 
 
 def test_nan_is_no_agreement():
