@@ -92,6 +92,12 @@ def test_a_missing_tokenizer_is_named(folder):
     assert list(said(folder)) == ["tokenizer"]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_cut_short_is_named(folder, name):
+    (folder / name).write_text('{"version": "1.')
+    assert list(said(folder)) == [name]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0])
 def test_a_block_scale_that_is_not_positive_is_named(folder, bad):
     scale = load_file(folder / SHARDS[0])[Q + ".weight_scale"].float()

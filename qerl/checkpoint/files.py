@@ -198,7 +198,7 @@ def read_files(folder: Path) -> tuple[Checkpoint | None, list[Problem]]:
     if not folder.is_dir():
         raise ValueError(_missing(folder))
     faults: list[Problem] = []
-    config = _read_json(folder / "config.json", faults)
+    config = read_json(folder / "config.json", faults)
     scheme = _read_scheme(folder, config, faults)
     headers = _read_headers(folder, faults)
     if faults:
@@ -217,7 +217,7 @@ def _missing(name: str | Path) -> str:
     return f"there is no folder {str(name)!r} (an NVFP4 one is made by: {QUANTIZE} ID_OR_FOLDER)"
 
 
-def _read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
+def read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
         if isinstance(value, dict):
@@ -234,13 +234,13 @@ def _read_scheme(folder: Path, config: dict, faults: list[Problem]) -> Any:
     """quantization_config, which ModelOpt once wrote into a file of its own."""
     own = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and own.exists():
-        return _read_json(own, faults)
+        return read_json(own, faults)
     return config.get("quantization_config")
 
 
 def _read_headers(folder: Path, faults: list[Problem]) -> dict[str, Header]:
     index = folder / "model.safetensors.index.json"
-    where = _read_json(index, faults).get("weight_map", {}) if index.exists() else {}
+    where = read_json(index, faults).get("weight_map", {}) if index.exists() else {}
     if not (isinstance(where, dict) and all(isinstance(file, str) for file in where.values())):
         faults.append(Problem(index.name, f"has a weight_map that is {where!r:.40}", AGAIN))
         where = {}

@@ -22,6 +22,7 @@ from qerl.checkpoint.files import (
     Header,
     Problem,
     read_files,
+    read_json,
     tensors,
 )
 from qerl.nvfp4 import BLOCK
@@ -55,10 +56,13 @@ def problems(folder: str | Path) -> list[Problem]:
 
 
 def _tokenizer_problems(folder: Path) -> list[Problem]:
-    if any((folder / name).exists() for name in TOKENIZERS):
-        return []
-    mend = "copy the tokenizer files of the model that this one was made from"
-    return [Problem("tokenizer", f"none of {', '.join(TOKENIZERS)} is there", mend)]
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        mend = "copy the tokenizer files of the model that this one was made from"
+        return [Problem("tokenizer", f"none of {', '.join(TOKENIZERS)} is there", mend)]
+    faults: list[Problem] = []
+    for path in sorted(folder.glob("tokenizer*.json")):
+        read_json(path, faults)
+    return faults
 
 
 def _scheme_problems(found: Checkpoint) -> Iterator[Problem]:
