@@ -87,6 +87,12 @@ def test_a_config_that_is_missing_or_cut_short_is_named(folder, text):
     assert list(said(folder)) == ["config.json"]
 
 
+def test_a_config_that_cannot_be_read_is_named(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()  # not readable to root either
+    assert list(said(folder)) == ["config.json"]
+
+
 def test_a_missing_tokenizer_is_named(folder):
     (folder / "tokenizer.json").unlink()
     assert list(said(folder)) == ["tokenizer"]

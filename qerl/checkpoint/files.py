@@ -227,6 +227,8 @@ def read_json(path: Path, faults: list[Problem]) -> dict[str, Any]:
         faults.append(Problem(path.name, "is missing", AGAIN))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         faults.append(Problem(path.name, f"is not JSON: {error}", AGAIN))
+    except OSError as error:
+        faults.append(Problem(path.name, f"cannot be read: {error.strerror}", AGAIN))
     return {}
 
 
