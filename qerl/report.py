@@ -73,7 +73,8 @@ def draw(runs: dict[str, list[dict]], output: Path) -> None:
     for axis, (key, title) in zip(axes.flat, PANELS, strict=False):
         for name, rows in runs.items():
             values = [math.nan if row.get(key) is None else row[key] for row in rows]
-            axis.plot([row["step"] for row in rows], values, label=name)
+            # A value between two gaps, or of a single step, has no line: the marker shows it.
+            axis.plot([row["step"] for row in rows], values, label=name, marker=".", markersize=3)
         axis.set(title=title, xlabel="step")
     axes.flat[0].legend(fontsize="small")
     _draw_times(axes.flat[5], runs)

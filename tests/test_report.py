@@ -2,6 +2,7 @@
 
 import json
 
+import numpy
 import pytest
 
 from qerl import report
@@ -64,6 +65,17 @@ def test_a_value_that_was_not_measured_is_a_gap(tmp_path, drawn):
     assert report.main([str(folder)]) == 0
     values = lines(drawn[0], 0)["run"]
     assert values[0] == values[2] == 0.5 and values[1] != values[1]
+
+
+def test_a_value_without_neighbours_is_seen(tmp_path, drawn):
+    assert report.main([str(run(tmp_path / "run", [row(1)]))]) == 0
+    figure = drawn[0]
+    figure.canvas.draw()
+    inside = figure.axes[1].get_window_extent().padded(-2)  # without the frame
+    height = figure.canvas.get_width_height()[1]
+    x0, y0, x1, y1 = (int(edge) for edge in inside.extents)
+    pixels = numpy.asarray(figure.canvas.buffer_rgba())[height - y1 : height - y0, x0:x1]
+    assert (pixels != 255).any()
 
 
 def test_a_key_that_a_row_lacks_is_a_gap_and_counts_for_nothing(tmp_path, drawn):
