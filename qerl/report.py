@@ -25,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     output = Path(arguments.output or Path(arguments.runs[0]) / "curves.png")
     try:
+        if not output.suffix:  # matplotlib would add .png, and write RUN.png for the folder RUN
+            raise ValueError(f"--output {output} has no kind of picture: end it with .png")
         draw({_label(run, arguments.runs): read(Path(run)) for run in arguments.runs}, output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -103,6 +103,13 @@ def test_output_names_another_file(tmp_path):
     assert not (folder / "curves.png").exists()
 
 
+def test_an_output_without_a_kind_ends_with_status_2(tmp_path, capsys):
+    folder = run(tmp_path / "run", [row(1)])
+    assert report.main([str(folder), "--output", str(folder)]) == 2
+    assert "end it with .png" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
