@@ -55,13 +55,13 @@ def _check(arguments) -> None:
 def _publish(arguments, report: dict, name: str, result: dict) -> None:
     """Report a data set as soon as it is done, so that a failure in a later one loses nothing."""
     report["datasets"][name] = result
-    if arguments.output:
-        run_folder.write_json(arguments.output, report)
     said = ", ".join(f"{key} {_percent(value)}" for key, value in result["metrics"].items())
     print(
         f"{name}: {said} ({result['questions']} questions x {result['samples']} samples)",
         flush=True,
     )
+    if arguments.output:
+        run_folder.write_json(arguments.output, report)
 
 
 def _percent(metric: dict) -> str:

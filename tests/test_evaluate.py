@@ -117,6 +117,14 @@ def test_given_completions_get_the_verdicts_of_the_data_set_in_their_order(tmp_p
     assert "gsm8k: pass@1 50.0% +- 28.9 (4 questions x 1 samples)" in capsys.readouterr().out
 
 
+def test_a_disk_that_takes_no_json_does_not_lose_the_result(tmp_path, capsys):
+    file = written(tmp_path / "said.jsonl", [{"completion": "18", "answer": "18"}])
+    (tmp_path / ".eval.json.partial").mkdir()  # where the JSON is written first
+    with pytest.raises(OSError):
+        evaluate.main(["--completions", file, "--output", str(tmp_path / "eval.json")])
+    assert "gsm8k: pass@1 100.0%" in capsys.readouterr().out
+
+
 def test_more_tokens_than_the_model_knows_are_refused(smollm2, capsys):
     flags = ["--model", str(smollm2), "--dataset", "arithmetic"]
     assert evaluate.main([*flags, "--max-completion-length", "100000"]) == 2
