@@ -322,6 +322,16 @@ def test_a_file_that_is_no_parquet_file_is_refused(tmp_path):
         data.check_name(write(tmp_path / "own.parquet", "text"))
 
 
+def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
+    path = tmp_path / "own.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["?"] * 99, "answer": range(99)}), path)
+    whole = path.read_bytes()
+    for damaged in (whole[:4] + bytes(60) + whole[64:], whole[:-60] + bytes(50) + whole[-10:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="is not a parquet file, or not whole"):
+            data.check_name(str(path))
+
+
 # Names
 
 

@@ -47,8 +47,8 @@ def _parquet(path: Path) -> list[tuple[str, object]]:
 
     try:
         table = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    except (pyarrow.ArrowInvalid, OSError) as error:  # OSError: damaged inside
+        raise ValueError(f"{path} is not a parquet file, or not whole: {error}") from error
     return [(f"{path}, row {number}", row) for number, row in enumerate(table, start=1)]
 
 
