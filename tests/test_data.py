@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -249,12 +250,12 @@ def test_a_number_is_written_so_that_a_right_reply_earns_its_reward(number, text
 
 def test_a_parquet_file_is_read_as_well(tmp_path):
     path = str(tmp_path / "own.parquet")
-    table = pyarrow.table({"prompt": [CHAT, CHAT], "answer": [2, 3]})
-    pyarrow.parquet.write_table(table, path)
-    assert data.load(path, "test").rows == [
-        {"prompt": CHAT, "answer": "2"},
-        {"prompt": CHAT, "answer": "3"},
-    ]
+    decimals = [Decimal("2.50"), Decimal("3.00")]
+    for answers, said in (([2, 3], ["2", "3"]), (decimals, ["2.50", "3.00"])):
+        table = pyarrow.table({"prompt": [CHAT, CHAT], "answer": answers})
+        pyarrow.parquet.write_table(table, path)
+        rows = [{"prompt": CHAT, "answer": answer} for answer in said]
+        assert data.load(path, "test").rows == rows
 
 
 def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):

@@ -85,8 +85,8 @@ def _is_message(message: object) -> bool:
 
 def answer_text(answer: object, where: str) -> str:
     """An answer as text. Numbers are written out, since no verdict reads 1e-05 or nan."""
-    if isinstance(answer, float) and math.isfinite(answer):
-        return format(Decimal(repr(answer)), "f")
+    if isinstance(answer, (float, Decimal)) and math.isfinite(answer):
+        return format(Decimal(str(answer)), "f")
     is_value = isinstance(answer, (str, int)) and not isinstance(answer, bool)
     if is_value and re.search(r"\w", str(answer)) and says_something(str(answer)):
         return str(answer).strip()
