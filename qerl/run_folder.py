@@ -130,8 +130,13 @@ def write_json(path: str | os.PathLike, value: object) -> None:
 def last_checkpoint(run_dir: Path) -> Path | None:
     """The newest whole checkpoint of a run; what a killed save left behind is removed."""
     shutil.rmtree(run_dir / PARTIAL, ignore_errors=True)
-    found = [p for p in run_dir.glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
-    return max(found, key=lambda p: int(p.name.split("-")[1]), default=None)
+    return next(reversed(checkpoints(run_dir)), None)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, by step; a user's checkpoint-100-mine is none of them."""
+    steps = [p.name.removeprefix("checkpoint-") for p in run_dir.glob("checkpoint-*")]
+    return [run_dir / f"checkpoint-{step}" for step in sorted(filter(str.isdigit, steps), key=int)]
 
 
 def forget_after(run_dir: Path, step: int) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 from transformers import PrinterCallback, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
@@ -32,7 +31,7 @@ from qerl.config import TrainConfig
 from qerl.metrics import ROLLOUT_METRICS, TOKEN_METRICS, TRL_MEANS, Tally, finite, peak_memory_gib
 from qerl.rewards import soft_overlong_punishment
 from qerl.rollout import Applied, Engine
-from qerl.run_folder import PARTIAL, append
+from qerl.run_folder import PARTIAL, append, checkpoints
 from qerl.sampler import Sampler
 
 OVERLONG = "overlong_punishment"  # the name of the reward function that punishes length
@@ -346,11 +345,8 @@ class QeRLTrainer(GRPOTrainer):
         shutil.rmtree(self.run_dir / name, ignore_errors=True)
         (self.run_dir / PARTIAL / name).replace(self.run_dir / name)
         shutil.rmtree(self.run_dir / PARTIAL)
-        rotate_checkpoints(
-            output_dir=str(self.run_dir),
-            save_total_limit=self.args.save_total_limit,
-            use_mtime=False,
-        )
+        for old in checkpoints(self.run_dir)[: -self.args.save_total_limit]:
+            shutil.rmtree(old)
 
 
 class _StepClock(TrainerCallback):

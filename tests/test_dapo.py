@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 import scripted
 import tiny
-from qerl import groups, policy
+from qerl import groups, policy, run_folder
 from qerl.arguments import grpo_config
 from qerl.config import LOSS_TYPES, TrainConfig
 from qerl.correction import MODES
@@ -501,3 +501,18 @@ def test_save_steps_of_a_second_start_count(model, tmp_path, monkeypatch):
     for name in ("adapter", "checkpoint-4"):
         shutil.rmtree(tmp_path / name)
     assert saved("--save-steps", "1") == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_a_users_copy_of_a_checkpoint_is_neither_removed_nor_taken_for_one(
+    model, tmp_path, monkeypatch
+):
+    def copying(call, row):
+        for name in ("checkpoint-1-mine", "checkpoint-9-mine"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        return varied(call, row)
+
+    flags = "--max-steps 3 --save-strategy steps --save-steps 1 --save-total-limit 1".split()
+    scripted.run(monkeypatch, model, tmp_path, scripted.Engine(copying), *flags)
+    left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert left == ["checkpoint-1-mine", "checkpoint-3", "checkpoint-9-mine"]
+    assert run_folder.last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
