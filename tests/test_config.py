@@ -71,7 +71,7 @@ def test_the_defaults_pass():
         ("--epsilon 0.3", "--epsilon-high 0.28 is below --epsilon 0.3"),
         ("--vllm-gpu-memory-utilization 30", "between 0 and 1, such as 0.3"),
         ("--vllm-gpu-memory-utilization 1", "between 0 and 1, such as 0.3"),
-        ("--warmup-ratio 1", "--warmup-ratio 1.0: expected 0 to 1"),
+        ("--warmup-ratio 1", "--warmup-ratio 1.0: expected at least 0 and below 1"),
         ("--max-seq-length 2303", "shorter than prompt + completion (2304 tokens)"),
         ("--sampler-correction-cap 0.9", "--sampler-correction-cap 0.9: expected at least 1"),
         ("--sigma-end 0", "0 < sigma_end <= sigma_start"),

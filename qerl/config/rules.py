@@ -112,7 +112,7 @@ def _shares(config) -> Rules:
         f"--vllm-gpu-memory-utilization {share}: expected a share of the GPU's memory between 0 "
         "and 1, such as 0.3",
     )
-    yield 0 <= warmup < 1, f"--warmup-ratio {warmup}: expected 0 to 1"
+    yield 0 <= warmup < 1, f"--warmup-ratio {warmup}: expected at least 0 and below 1"
 
 
 def _lengths(config) -> Rules:
