@@ -105,6 +105,8 @@ def _text(row: object, where: str, tokenizer) -> str:
             return text
         case {"messages": list(messages)}:
             return _conversation(messages, tokenizer)
+        case {"prompt": list(messages), "completion": list(reply)}:  # of a run's samples.jsonl
+            return _conversation([*messages, *reply], tokenizer)
         case {"prompt": prompt, "completion": str(answer)} | {"prompt": prompt, "answer": answer}:
             if isinstance(prompt, str):
                 return f"{prompt}{answer}"

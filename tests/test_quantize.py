@@ -219,6 +219,10 @@ def sequences(file: Path, lines: list, tokenizer, samples: int = 1, length: int 
         {"messages": [{"role": "user", "content": "w2 w3 w4"}]},
         {"prompt": "w2 w3", "completion": " w4"},
         {"prompt": [{"role": "user", "content": "w2 w3 "}], "answer": "w4"},
+        {  # of a run's samples.jsonl
+            "prompt": [{"role": "user", "content": "w2 w3 "}],
+            "completion": [{"role": "assistant", "content": "w4"}],
+        },
     ],
     ids=lambda row: " ".join(row),
 )
