@@ -74,7 +74,7 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
     resume = run_folder.last_checkpoint(run_dir) if plan.continued else None
     done = int(resume.name.split("-")[1]) if resume else 0
     run_folder.forget_after(run_dir, done)
-    if not plan.continued:
+    if resume is None:  # also where an earlier start, perhaps of other versions, saved no step
         run_folder.write_json(run_dir / "config.json", _record(config))
     if engine is None and config.use_vllm:
         engine = _engine(config, plan)

@@ -7,6 +7,7 @@ TRL, PEFT or qerl. Whole runs go through qerl.train on a random model of two lay
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -516,3 +517,18 @@ def test_a_users_copy_of_a_checkpoint_is_neither_removed_nor_taken_for_one(
     left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert left == ["checkpoint-1-mine", "checkpoint-3", "checkpoint-9-mine"]
     assert run_folder.last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+
+def test_a_start_from_the_first_step_records_its_own_versions(model, tmp_path, monkeypatch):
+    def record(*flags):
+        scripted.run(monkeypatch, model, tmp_path, scripted.Engine(varied), *flags)
+        return json.loads((tmp_path / "config.json").read_text())
+
+    said = record()
+    shutil.rmtree(tmp_path / "adapter")  # as a run that was killed before it saved a checkpoint
+    (tmp_path / "config.json").write_text(
+        json.dumps(said | {"git_commit": "another", "versions": {}})
+    )
+    assert record("--parity-limit", "0.3") == said | {
+        "flags": said["flags"] | {"parity_limit": 0.3}
+    }
