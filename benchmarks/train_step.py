@@ -4,8 +4,9 @@
 
     nvfp4       qerl.policy: 4-bit weights, rebuilt by the kernel in both passes
     bf16        qerl.policy on the bf16 checkpoint: the control
-    bf16-stock  the bf16 checkpoint as its users have it: PEFT's own LoRA layers, and norms, SwiGLU
-                and rotary embeddings by transformers, where the arms above take Liger's kernels
+    bf16-stock  the bf16 checkpoint as its users have it: TRL's own trainer, PEFT's own LoRA layers,
+                and norms, SwiGLU and rotary embeddings by transformers, where the arms above take
+                Liger's kernels
     nf4         QLoRA: bitsandbytes NF4 by transformers, double quantization, bf16 arithmetic,
                 PEFT's own LoRA layers for it, Liger's kernels
     decompress  4-bit weights decompressed in PyTorch on every forward and kept by autograd, as the
@@ -14,8 +15,9 @@
 Each arm has a process of its own, so that peaks are clean. It trains LoRA adapters on a checkpoint
 of random weights with qerl.trainer.QeRLTrainer, whose sampler is replaced by random tokens: forward
 pass, TRL's chunked log-probabilities and entropy, DAPO loss, correction, backward pass, clipping,
-8-bit AdamW (AdamW on a CPU). All completions have full length and nothing is padded. A time runs
-from the trainer's on_step_begin to its on_step_end, the GPU waited for; the first step is not
+8-bit AdamW (AdamW on a CPU). All completions have full length and nothing is padded; with --ragged
+they have every length up to it, evenly spread, so that what is done about padding shows. A time
+runs from the trainer's on_step_begin to its on_step_end, the GPU waited for; the first step is not
 counted. Allocated and reserved are torch's peaks over all steps; used is the whole device's (NVML,
 sampled), with CUDA's own memory; base is what the loaded model allocates before the adapter.
 --micro-batch is the launchers' --per-device-train-batch-size, here as there 2: a step takes
@@ -58,6 +60,7 @@ ARMS = {  # arm -> checkpoint
 }
 ALPHA = 32.0  # of the adapter; no effect on speed
 WARM_UP = 1  # steps
+SETTINGS = ("completions", "tokens", "ragged", "prompt", "micro_batch", "rank")  # of a step
 COLUMNS = [
     Column("arm", "base", 10),
     Column("step_s", "step s", 8, ".3f"),
@@ -139,44 +142,56 @@ def build_trainer(job: dict, model, output_dir: str):
     """The trainer, with random tokens in place of samples, and the clock it carries."""
     from datasets import Dataset
     from transformers import AutoTokenizer
+    from trl import GRPOTrainer
 
     from qerl.arguments import grpo_config
     from qerl.trainer import QeRLTrainer
 
-    class Trainer(QeRLTrainer):
+    config, clock = train_config(job, output_dir), step_clock(job["device"])
+    given = {
+        "model": model,
+        "reward_funcs": [no_reward],
+        "args": grpo_config(config, config.max_steps),
+        "train_dataset": Dataset.from_list([{"prompt": "none"}] * config.max_steps),
+        "processing_class": AutoTokenizer.from_pretrained(job["folder"]),
+        "callbacks": [clock],
+    }
+    if job["arm"] == "bf16-stock":
+        return on_random_tokens(GRPOTrainer, job)(**given), clock
+    engine = object()  # that the loss may count on one; never asked for samples
+    return on_random_tokens(QeRLTrainer, job)(config, engine, None, **given), clock
+
+
+def on_random_tokens(trainer: type, job: dict) -> type:
+    class Trainer(trainer):
         def _generate_and_score_completions(self, inputs):
             return random_batch(job, self.model.config.vocab_size)
 
-    config, clock = train_config(job, output_dir), step_clock(job["device"])
-    trainer = Trainer(
-        config,
-        object(),  # an engine, that the loss may count on one; never asked for samples
-        None,
-        model=model,
-        reward_funcs=[no_reward],
-        args=grpo_config(config, config.max_steps),
-        train_dataset=Dataset.from_list([{"prompt": "none"}] * config.max_steps),
-        processing_class=AutoTokenizer.from_pretrained(job["folder"]),
-        callbacks=[clock],
-    )
-    return trainer, clock
+    return Trainer
+
+
+def lengths(job: dict) -> list[int]:
+    """Tokens of each completion."""
+    count, tokens = job["completions"], job["tokens"]
+    return [tokens * (i + 1) // count if job["ragged"] else tokens for i in range(count)]
 
 
 def random_batch(job: dict, vocabulary: int) -> dict:
-    """What TRL's sampling returns, for one optimizer step: random tokens, nothing padded."""
+    """What TRL's sampling returns, for one optimizer step: random tokens."""
     import torch
 
     count, prompt, tokens = job["completions"], job["prompt"], job["tokens"]
     ids_BT = torch.randint(0, vocabulary, (count, prompt + tokens), device=job["device"])
-    mask_BT = torch.ones_like(ids_BT)
+    ends_B1 = torch.tensor(lengths(job), device=job["device"])[:, None]
+    mask_BT = (torch.arange(tokens, device=job["device"]) < ends_B1).int()
     return {
         "prompt_ids": ids_BT[:, :prompt],
-        "prompt_mask": mask_BT[:, :prompt],
+        "prompt_mask": torch.ones_like(ids_BT[:, :prompt]),
         "completion_ids": ids_BT[:, prompt:],
-        "completion_mask": mask_BT[:, prompt:],
+        "completion_mask": mask_BT,
         "advantages": torch.randn(count, device=job["device"]),
-        "num_items_in_batch": torch.tensor(count * tokens, device=job["device"]),
-        "sampling_per_token_logps": torch.full_like(mask_BT[:, prompt:], -12, dtype=torch.float32),
+        "num_items_in_batch": mask_BT.sum(),
+        "sampling_per_token_logps": torch.full_like(mask_BT, -12, dtype=torch.float32),
     }
 
 
@@ -252,7 +267,7 @@ def torch_peaks(device: str) -> dict:
 
 def timing(job: dict, seconds: list[float]) -> dict:
     median = statistics.median(seconds)
-    tokens = job["completions"] * (job["prompt"] + job["tokens"])
+    tokens = job["completions"] * job["prompt"] + sum(lengths(job))
     return {
         "seconds": seconds,
         "step_s": median,
@@ -263,7 +278,7 @@ def timing(job: dict, seconds: list[float]) -> dict:
 
 def measure(args: argparse.Namespace, arm: str, place: Path) -> dict:
     """The row of an arm; one that fails says so in its note."""
-    names = ("completions", "tokens", "prompt", "micro_batch", "repeats", "rank", "device")
+    names = (*SETTINGS, "repeats", "device")
     job = {"arm": arm} | {name: getattr(args, name) for name in names}
     job["gradient_checkpointing"] = not args.no_gradient_checkpointing
     try:
@@ -284,6 +299,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--arms", type=several(*ARMS), default=list(ARMS), help=f"default: {','.join(ARMS)}")
     add("--completions", type=int, default=8, help="completions a step (8)")
     add("--tokens", type=int, default=2048, help="tokens a completion (2048)")
+    add("--ragged", action="store_true", help="completions of every length up to --tokens")
     add("--prompt", type=int, default=256, help="tokens a prompt (256)")
     add("--micro-batch", type=int, default=2, help="completions a pass (2, as the 7B launchers)")
     add("--repeats", type=int, default=3, help="counted steps, after one that is not (3)")
@@ -307,8 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.child is not None:
         child(json.loads(args.child))
         return 0
-    names = ("shape", "completions", "tokens", "prompt", "micro_batch", "rank", "layers")
-    settings = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in ("shape", "layers", *SETTINGS)}
     settings["gradient_checkpointing"] = not args.no_gradient_checkpointing
     report, first = Report(COLUMNS, args.output, settings), None
     with workplace(args.folder) as place:

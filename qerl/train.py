@@ -73,6 +73,8 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
         return
     resume = run_folder.last_checkpoint(run_dir) if plan.continued else None
     done = int(resume.name.split("-")[1]) if resume else 0
+    if plan.continued and not resume:
+        print(f"{run_dir} has no checkpoint: starting again at step 1")
     run_folder.forget_after(run_dir, done)
     if resume is None:  # also where an earlier start, perhaps of other versions, saved no step
         run_folder.write_json(run_dir / "config.json", _record(config))
@@ -163,7 +165,7 @@ def _check_machine(config: TrainConfig) -> None:
 
     if config.precision == "nf4" and not config.dry_run:
         checkpoint.require_nf4()
-    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if (processes := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
         raise ValueError(
             f"WORLD_SIZE {processes}: a run is one process on one GPU; start it with python, not "
             "with torchrun or accelerate launch"

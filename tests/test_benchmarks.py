@@ -165,11 +165,13 @@ def test_decompression_replaces_every_frozen_linear():
         original.decompress_everywhere(nn.Linear(2, 2))
 
 
-def test_a_batch_has_what_the_loss_reads_and_no_padding():
-    job = {"completions": 4, "prompt": 3, "tokens": 5, "device": "cpu"}
+@pytest.mark.parametrize(("ragged", "lengths"), [(False, [8] * 4), (True, [2, 4, 6, 8])])
+def test_a_batch_has_what_the_loss_reads_and_the_padding_that_is_asked_for(ragged, lengths):
+    job = {"completions": 4, "prompt": 3, "tokens": 8, "ragged": ragged, "device": "cpu"}
     batch = train_step.random_batch(job, vocabulary=7)
-    assert batch["prompt_ids"].shape == (4, 3) and batch["completion_ids"].shape == (4, 5)
-    assert batch["completion_mask"].all() and batch["num_items_in_batch"] == 20
+    assert batch["prompt_ids"].shape == (4, 3) and batch["completion_ids"].shape == (4, 8)
+    assert batch["completion_mask"].sum(1).tolist() == lengths
+    assert batch["prompt_mask"].all() and batch["num_items_in_batch"] == sum(lengths)
     assert batch["completion_ids"].max() < 7 and batch["advantages"].shape == (4,)
 
 
@@ -184,12 +186,13 @@ def test_an_adapter_that_did_not_learn_is_an_error():
 
 @pytest.mark.slow
 def test_a_step_of_the_real_trainer_is_measured_without_a_gpu(tmp_path):
-    small = "--cpu --shape smollm2-135m --layers 1 --arms nvfp4,decompress --completions 2"
-    size = "--tokens 8 --prompt 4 --repeats 1 --rank 4"
+    arms = ["nvfp4", "bf16-stock", "decompress"]
+    small = f"--cpu --shape smollm2-135m --layers 1 --arms {','.join(arms)} --completions 2"
+    size = "--tokens 8 --prompt 4 --repeats 1 --rank 4 --ragged"
     output = tmp_path / "out.json"
     assert train_step.main([*small.split(), *size.split(), "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["rows"]
-    assert [row["arm"] for row in rows] == ["nvfp4", "decompress"]
+    assert [row["arm"] for row in rows] == arms
     assert all(row["step_s"] > 0 and row["base_gib"] > 0 for row in rows)
 
 

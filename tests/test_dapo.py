@@ -519,7 +519,9 @@ def test_a_users_copy_of_a_checkpoint_is_neither_removed_nor_taken_for_one(
     assert run_folder.last_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
-def test_a_start_from_the_first_step_records_its_own_versions(model, tmp_path, monkeypatch):
+def test_a_start_from_the_first_step_says_so_and_records_its_own_versions(
+    model, tmp_path, monkeypatch, capsys
+):
     def record(*flags):
         scripted.run(monkeypatch, model, tmp_path, scripted.Engine(varied), *flags)
         return json.loads((tmp_path / "config.json").read_text())
@@ -529,6 +531,9 @@ def test_a_start_from_the_first_step_records_its_own_versions(model, tmp_path, m
     (tmp_path / "config.json").write_text(
         json.dumps(said | {"git_commit": "another", "versions": {}})
     )
+    again = "has no checkpoint: starting again at step 1"
+    assert again not in capsys.readouterr().out
     assert record("--parity-limit", "0.3") == said | {
         "flags": said["flags"] | {"parity_limit": 0.3}
     }
+    assert again in capsys.readouterr().out
