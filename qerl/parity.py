@@ -28,7 +28,7 @@ class NotOnePolicy(RuntimeError):
 class Parity:
     """Gaps and moves of log-probabilities, in nats."""
 
-    gap_base: float  # mean |sampler - trainer| ahead of the perturbation
+    gap_base: float  # mean |sampler - trainer| before the perturbation
     gap_mean: float  # |sampler - trainer|, over both adapters
     gap_max: float
     moved_trainer: float  # mean |change| when the adapter is perturbed
@@ -98,14 +98,14 @@ def _compare(before, after) -> Parity:
 
 
 def _refuse(parity: Parity, limit: float) -> None:
-    gap = max(parity.gap_base, parity.gap_mean)
     if parity.gap_base <= limit and parity.moved_engine < parity.moved_trainer / 2:
         raise NotOnePolicy(
             f"the engine does not apply the adapter: perturbing it moves the trainer's "
             f"log-probabilities by {parity.moved_trainer:.3f} and the engine's by "
             f"{parity.moved_engine:.3f}"
         )
-    if gap > limit:
+    gap = max(parity.gap_mean, parity.gap_base)  # NaN if the mean is
+    if not gap <= limit:
         raise NotOnePolicy(
             f"sampler and trainer are not the same policy: mean gap {gap:.3f} "
             f"(expected below {limit}), largest {parity.gap_max:.3f}. Check the checkpoint with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -92,6 +93,17 @@ def test_a_trainer_on_another_base_is_refused(engine, model, tokens, fault):
     finally:
         for (tensor, _), value in zip(changed, kept, strict=True):
             tensor.data.copy_(value)
+
+
+@pytest.mark.parametrize("good_calls", [0, 1])
+def test_an_engine_whose_scores_are_nan_is_refused(engine, model, tokens, monkeypatch, good_calls):
+    """At once, or as soon as the adapter does something."""
+    engine.sync(adapter.of_model(model))
+    good = engine.score(tokens)
+    nan, answers = [[math.nan] * len(row) for row in good], iter([good] * good_calls)
+    monkeypatch.setattr(engine, "score", lambda ids: next(answers, nan))
+    with pytest.raises(parity.NotOnePolicy, match="are not the same policy: mean gap nan"):
+        parity.check(engine, model, tokens, seed=1)
 
 
 def test_an_engine_that_is_still_noisy_is_refused(engine, model, tokens, monkeypatch):
