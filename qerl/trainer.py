@@ -151,6 +151,7 @@ class QeRLTrainer(GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         dull = groups.without_variance(self._rewards_BF, self.num_generations)
         batch["advantages"][groups.rows_of(dull.nonzero()[:, 0], self.num_generations)] = 0
+        self._logs["advantages"].extend(batch["advantages"].tolist())  # in place of TRL's
         return batch, dull
 
     def _sample_again(self, batch: dict, dull: torch.Tensor, seen: list) -> tuple[int, int]:

@@ -425,6 +425,7 @@ def test_a_group_without_variance_moves_nothing(model, tmp_path, monkeypatch):
     trainer = scripted.run(monkeypatch, model, tmp_path, engine, *flags)
     (row,) = scripted.rows(tmp_path)
     assert (row["zero_variance_fraction"], row["grad_norm"]) == (1, 0)
+    assert {sample["advantage"] for sample in scripted.rows(tmp_path, "samples.jsonl")} == {0}
     moved = [n for n, p in scripted.factors(trainer.model).items() if ".lora_B." in n and p.any()]
     assert not moved
 
