@@ -248,7 +248,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     try:
         args.handle = open_gpu(args.gpu)
     except ValueError as error:
-        parser.error(f"--{error}")
+        parser.error(f"--gpu: {error}")
     if args.limit_gib is not None and args.handle is None:
         parser.error("--limit-gib limits a GPU's memory, and NVML finds none here: leave it out")
     return args
