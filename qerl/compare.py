@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from qerl import run_folder, statistics
+from qerl.config import kebab
 
 SAMPLING = ("temperature", "top_p", "max_completion_length", "samples", "seed")
 
@@ -114,7 +115,7 @@ def _settings_that_differ(runs: dict[str, dict]) -> list[str]:
     """A note on each sampling setting that is not the same in all: it is compared as well."""
     found = {key: [run.get(key) for run in runs.values()] for key in SAMPLING}
     return [
-        f"--{key.replace('_', '-')} differs: {', '.join(map(str, values))}"
+        f"--{kebab(key)} differs: {', '.join(map(str, values))}"
         for key, values in found.items()
         if len(set(values)) > 1
     ]

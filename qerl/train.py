@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qerl import config as settings
 from qerl import data, run_folder
-from qerl.config import CPU_OPTIMIZERS, TrainConfig
+from qerl.config import CPU_OPTIMIZERS, TrainConfig, kebab
 from qerl.noise import Schedule
 
 PACKAGES = (
@@ -61,9 +61,9 @@ def prepare(config: TrainConfig) -> Plan:
 
 
 def run(config: TrainConfig, plan: Plan, engine=None) -> None:
-    """Train, or go on training, to the end: the adapter is in the run folder's adapter/ then.
+    """Train, or continue training, until the adapter is in the run folder's adapter/.
 
-    engine: a qerl.rollout.Engine that fits `engine_settings`, to be used again; None: a new one.
+    engine: a qerl.rollout.Engine built from `engine_settings`, to use again; None: build one.
     Ends the program (SystemExit) when sampler and trainer are not one policy, or (Diverged) when
     gradients are not finite three steps in a row or a sampled log-probability is not.
     """
@@ -84,39 +84,44 @@ def run(config: TrainConfig, plan: Plan, engine=None) -> None:
     if resume:
         print(f"continuing from {resume}")
     if done < plan.steps:
-        try:
-            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        except FloatingPointError as error:  # of the engine
-            raise Diverged(
-                f"error: ended at step {trainer.state.global_step}: {error}. Where the adapter has "
-                "grown without bound, a lower --learning-rate in another --output-dir starts anew"
-            ) from error
+        _train(trainer, resume)
     else:  # it was killed before its adapter was written; transformers would do one more step
         trainer._load_from_checkpoint(str(resume))
+    _save_adapter(trainer.model, run_dir / "adapter")
+
+
+def _train(trainer, resume: Path | None) -> None:
+    """Train to the last step; Diverged when the run must end before it."""
+    try:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    except FloatingPointError as error:  # of the engine
+        raise Diverged(
+            f"error: ended at step {trainer.state.global_step}: {error}. Where the adapter has "
+            "grown without bound, a lower --learning-rate in another --output-dir starts anew"
+        ) from error
     if trainer.alarms.hopeless:
         raise Diverged(
             f"error: ended at step {trainer.state.global_step}: {trainer.alarms.failed_in_a_row} "
             "steps in a row had gradients that are NaN or infinite. The last checkpoint in "
-            f"{run_dir} holds the adapter as it was before them; the same command continues from "
-            "it, a lower --learning-rate in another --output-dir starts anew"
+            f"{trainer.run_dir} holds the adapter as it was before them; the same command "
+            "continues from it, a lower --learning-rate in another --output-dir starts anew"
         )
-    _save_adapter(trainer.model, run_dir / "adapter")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the checks before loading weights found out."""
+    """What the checks found out before any weight is loaded."""
 
     folder: Path  # of the model
     tokenizer: object
-    task: object  # data.Task, prompts that fit only
+    task: data.Task  # with the prompts that fit alone
     left_out: int  # prompts longer than --max-prompt-length
     steps: int
     schedule: Schedule | None  # of the noise
     continued: bool = False  # whether the run folder holds this very run already
 
     def describe(self, config: TrainConfig) -> str:
-        lines = [f"  --{k.replace('_', '-')} {v}" for k, v in dataclasses.asdict(config).items()]
+        lines = [f"  --{kebab(k)} {v}" for k, v in dataclasses.asdict(config).items()]
         lines += [
             f"{len(self.task.rows)} prompts ({self.left_out} longer than "
             f"{config.max_prompt_length} tokens left out), {self.steps} steps of "
