@@ -289,8 +289,6 @@ def main(argv: list[str] | None = None) -> int:
 
         return verify.main([mode.verify, *rest])
     args = parser().parse_args(argv)
-    from qerl import checkpoint
-
     try:
         plan = find(args)
         print(describe(plan), flush=True)
@@ -300,6 +298,13 @@ def main(argv: list[str] | None = None) -> int:
     except (ConnectionError, ValueError) as error:
         print(f"quantize_nvfp4.py: {error}", file=sys.stderr)
         return 2
+    return make(plan, tokens_ST, args)
+
+
+def make(plan: Plan, tokens_ST: torch.Tensor | None, args: argparse.Namespace) -> int:
+    """Write the checkpoint, then sample from it and verify it where asked; the exit status."""
+    from qerl import checkpoint
+
     faults = checkpoint.write(plan.output, lambda folder: quantize(plan, tokens_ST, folder))
     for fault in faults:
         print(f"quantize_nvfp4.py: not written, {fault}", file=sys.stderr)
