@@ -1,4 +1,4 @@
-"""The rows of a rollout: groups that teach nothing, others in their place, passes of like length.
+"""The rows of a rollout: groups that teach nothing, their replacement, passes of similar length.
 
 The tensors of dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) and of gradient accumulation;
 qerl.trainer samples and trains. A batch is the dictionary of tensors that TRL makes of a rollout,
@@ -57,14 +57,14 @@ def teaches(batch: dict, kl: bool) -> torch.Tensor:
 
 
 def dealt_again(passes: list[dict], kl: bool) -> list[dict]:
-    """The rows of `passes` in other passes: rows without a gradient first, then by length.
+    """The rows of `passes` dealt to passes anew: those without a gradient first, then by length.
 
-    Rows of a pass are of like length then, and in most passes all have a gradient or none.
+    So the rows of a pass are of similar length, and in most passes all have a gradient or none.
     """
     rows = {key: torch.cat([one[key] for one in passes]) for key, v in passes[0].items() if v.dim()}
-    key = rows["completion_mask"].sum(1)
-    key = key + teaches(rows, kl) * (key.max() + 1)
-    chosen = key.argsort(stable=True).split(len(passes[0]["prompt_ids"]))
+    length_B = rows["completion_mask"].sum(1)
+    rank_B = length_B + teaches(rows, kl) * (length_B.max() + 1)
+    chosen = rank_B.argsort(stable=True).split(len(passes[0]["prompt_ids"]))
     return [
         one | {key: values[which] for key, values in rows.items()}
         for one, which in zip(passes, chosen, strict=True)

@@ -75,7 +75,7 @@ class _Base(torch.autograd.Function):
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a @ b in `dtype`, which a GPU rounds its sums to in the same kernel."""
+    """a @ b in `dtype`; on a GPU the matmul kernel itself writes that type."""
     if a.is_cuda and dtype != a.dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
@@ -135,11 +135,11 @@ class NVFP4Linear(nn.Module):
         return self._rebuild[1](_scratch(shape, dtype, device))
 
     def _apply(self, *args, **kwargs):
-        self._rebuild = None, None  # which would keep the memory that the weight leaves
+        self._rebuild = None, None  # else it would keep the old tensors alive
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict:
-        """What a copy is made from: it lies elsewhere and prepares itself."""
+        """What a copy is made from: its tensors are new, so it prepares a kernel of its own."""
         return self.__dict__ | {"_rebuild": (None, None)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,10 +151,10 @@ class NVFP4Linear(nn.Module):
 
 
 class LoRALinear(PeftLinear):
-    """PEFT's LoRA layer over an NVFP4Linear or a plain nn.Linear, computed as one step.
+    """PEFT's LoRA layer over an NVFP4Linear or a plain nn.Linear, computed by the nodes above.
 
-    Whatever goes beyond one plain adapter (switched off, merged, mixed in a batch, dropout) takes
-    PEFT's own way, and so does a base layer of any other type.
+    Anything but one plain adapter (switched off, merged, mixed in a batch, dropout) is left to
+    PEFT's own forward, and so is a base layer of any other type.
     """
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:

@@ -30,9 +30,9 @@ def load(
     """The frozen model of an NVFP4 or 16-bit checkpoint folder, on `device`.
 
     16-bit tensors take `dtype`; packed weights and their scales keep their own types (casting an
-    fp8 or fp32 scale to bf16 changes the weights). nf4: quantize a 16-bit folder on the way.
-    use_kernels: where they run, rebuild packed weights with qerl.kernels and let Liger's kernels
-    compute norms, SwiGLU and rotary embeddings; else transformers' layers and qerl.nvfp4.
+    fp8 or fp32 scale to bf16 changes the weights). use_kernels: where they run, rebuild packed
+    weights with qerl.kernels and compute norms, SwiGLU and rotary embeddings with Liger's; else
+    qerl.nvfp4 and transformers do both. nf4: quantize a 16-bit checkpoint to NF4 on loading.
     """
     found = checkpoint.describe(folder)
     if found.is_nvfp4:
@@ -58,19 +58,18 @@ def fuse_layers(model: nn.Module) -> None:
 def adapt(model: nn.Module, rank: int, alpha: float, seed: int):
     """A PEFT model with fresh LoRA factors (float32, B = 0) on every projection of `model`.
 
-    Run it under autocast to bf16, as the trainer and `score` do.
+    Run it under autocast to bf16, as the trainer and `score` do. PEFT raises ValueError when no
+    module has a name of TARGETS.
     """
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=list(TARGETS), task_type="CAUSAL_LM"
     )
-    # PEFT's door for new layers. It asks isinstance, and bitsandbytes' layers are nn.Linears too.
+    # PEFT's hook for new layers. It asks isinstance, and bitsandbytes' layers are nn.Linears too.
     plain = {type(m) for name, m in model.named_modules() if name.endswith(TARGETS)} == {nn.Linear}
     config._register_custom_module({nn.Linear if plain else NVFP4Linear: LoRALinear})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
-    if not any(p.requires_grad for p in adapted.parameters()):
-        raise ValueError(f"no module of {type(model).__name__} is called one of {TARGETS}")
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
             # PEFT would widen every input to the factors' float32, for autocast to narrow it again.
@@ -100,7 +99,7 @@ def score(model: nn.Module, token_ids: list[list[int]]) -> list[list[float]]:
 def _load_nf4(folder, device, dtype) -> nn.Module:
     """QLoRA's base (arXiv 2305.14314): NF4 in blocks of 64, double quantization, lm_head 16-bit.
 
-    As vLLM's bitsandbytes loader quantizes the same folder for the engine.
+    vLLM's bitsandbytes loader quantizes the same folder in the same way for the engine.
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

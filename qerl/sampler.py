@@ -1,6 +1,6 @@
-"""The engine in the shape TRL calls it: its seams for weight sync and for generation.
+"""The engine in the shape TRL calls it: weight sync and generation.
 
-What is sampled from is decided here, the adapter under this step's noise, and with which seed; how
+Decided here is what to sample from (the adapter under this step's noise) and with which seed. How
 an engine does it is qerl.rollout's business, and what becomes of the completions the trainer's.
 """
 
@@ -13,13 +13,13 @@ from qerl.rollout import Applied, Engine, Sampling
 
 
 class Sampler:
-    """The engine in the shape TRL calls it: sync_weights() and generate()."""
+    """What TRL calls its vLLM generation: sync_weights() and generate()."""
 
     def __init__(self, trainer, engine: Engine, config: TrainConfig, schedule):
         self.trainer, self.engine, self.schedule = trainer, engine, schedule
         self.seed = config.random_state
-        # The whole distribution: cut by top-p or top-k, mu would be renormalized and the trainer's
-        # pi not, so that every ratio would lean below 1 (NOT_OFFERED of qerl.config.command_line).
+        # The whole distribution: under top-p or top-k mu is renormalized and the trainer's pi is
+        # not, so that every ratio leans below 1 (qerl.config.command_line.NOT_OFFERED).
         self.sampling = Sampling(config.max_completion_length, config.temperature)
         self.applied = Applied(0.0, 0.0, 0)
         self.tokens = 0  # sampled since the sync

@@ -1,9 +1,9 @@
 """TRL's GRPOTrainer with QeRL's sampler behind it, and a record of every step.
 
 TRL owns the algorithm (advantages, DAPO loss and its denominators, clipping, KL). This subclass
-hands its two seams, weight sync and generation, to qerl.sampler, weighs the loss by
-qerl.correction, samples groups that teach nothing again, skips a step whose gradients are not
-finite, saves checkpoints whole or not at all, and writes metrics.jsonl and samples.jsonl.
+hands its two seams, weight sync and generation, to qerl.sampler, weights the loss by
+qerl.correction, resamples groups that teach nothing, skips a step whose gradients are not finite,
+saves checkpoints whole or not at all, and writes metrics.jsonl and samples.jsonl.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _overlong_punishment(config: TrainConfig):
 def frozen_heap():
     """Keep the garbage collector off what exists already: libraries, models, the engine.
 
-    A full look at that took 0.34 s on two CPU cores, every few steps.
+    A full collection took 0.34 s on two CPU cores, every few steps.
     """
     gc.collect()
     gc.freeze()
@@ -70,7 +70,7 @@ class QeRLTrainer(GRPOTrainer):
         self._times = defaultdict(float)
         self._saving = False
         self._tally = Tally()  # of this step
-        self._waiting = None  # the inputs of a loss that waits for its forward pass
+        self._loss_inputs = None  # of the loss that is being computed, else None
         self._correction, self._cap = config.sampler_correction, config.sampler_correction_cap
         self._dynamic_sampling = config.dynamic_sampling
         self._overlong = config.overlong_buffer > 0
@@ -81,15 +81,15 @@ class QeRLTrainer(GRPOTrainer):
             kwargs["reward_funcs"] = [*kwargs["reward_funcs"], _overlong_punishment(config)]
         super().__init__(**kwargs)
         if "ref" in self.model.peft_config:
-            # For the KL, TRL copies the adapter that it is given. Ours is new, so that the copy is
-            # the base model at the price of another adapter, saved with every checkpoint. Without
-            # it TRL takes the base model itself.
+            # For the KL, TRL copies the adapter it is given. Ours is new (B = 0): the copy is the
+            # base model at the price of a second adapter, saved with every checkpoint. Without the
+            # copy TRL uses the base model itself.
             self.model.delete_adapter("ref")
         self.run_dir = Path(config.output_dir)
         self.add_callback(_StepClock(self))
         self.remove_callback(PrinterCallback)  # Progress shows what it would print
-        # TRL would spend a forward pass on log-probabilities "before the update" to weigh by, which
-        # with one update a rollout are those of the loss: _compute_loss makes the weights.
+        # Left on, TRL would spend a forward pass on the log-probabilities before the update. With
+        # one update a rollout they are those of the loss, so _compute_loss makes the weights.
         self.vllm_importance_sampling_correction = False
         if engine is not None:
             # TRL reads these when it samples; setting them here keeps it from building an engine.
@@ -98,7 +98,7 @@ class QeRLTrainer(GRPOTrainer):
             self._last_loaded_step = -1
 
     def train(self, *args, **kwargs):
-        """TRL's, and transformers'."""
+        """TRL's, with the garbage collector off what was there before."""
         with frozen_heap():
             return super().train(*args, **kwargs)
 
@@ -133,7 +133,7 @@ class QeRLTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         """TRL's rollout, and dynamic sampling: new prompts in place of groups without variance.
 
-        What is logged of rewards and lengths is of the first round: the policy on the data as it
+        Rewards and lengths are logged for the first round alone: the policy on the data as it
         comes.
         """
         batch, dull = self._sample(inputs)
@@ -155,9 +155,9 @@ class QeRLTrainer(GRPOTrainer):
         return batch, dull
 
     def _sample_again(self, batch: dict, dull: torch.Tensor, seen: list) -> tuple[int, int]:
-        """Fill the places of dull groups, and clear their marks; (rounds, groups) sampled for it.
+        """Fill the places of dull groups and clear their marks; (rounds, groups sampled again).
 
-        `seen` are the prompts of this step. The first round is counted, as the loss needs it.
+        `seen`: the prompts of this step. The first round, which every step has, is counted.
         """
         size, rounds, resampled = self.num_generations, 1, 0
         while dull.any() and rounds <= self._dynamic_sampling:
@@ -179,8 +179,8 @@ class QeRLTrainer(GRPOTrainer):
         A function of (seed, step, draw), so that a resumed run takes what it would have taken.
         """
         data, rows = self.train_dataset, []
-        shuffled = random.Random(f"{self.args.seed}/{self.state.global_step}/{draw}")
-        for index in shuffled.sample(range(len(data)), len(data)):
+        rng = random.Random(f"{self.args.seed}/{self.state.global_step}/{draw}")
+        for index in rng.sample(range(len(data)), len(data)):
             if len(rows) == count:
                 break
             if data[index]["prompt"] not in seen:
@@ -207,22 +207,22 @@ class QeRLTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """TRL's loss, weighted by qerl.correction within its own forward pass."""
-        self._waiting = inputs
+        self._loss_inputs = inputs
         if (sampler_logps_BT := inputs.get("sampling_per_token_logps")) is not None:
             width = 1 if self._correction.startswith("sequence") else None
             ones = torch.ones_like(sampler_logps_BT[:, :width])
-            self._waiting = inputs | {"importance_sampling_ratio": ones}
+            self._loss_inputs = inputs | {"importance_sampling_ratio": ones}
             self.vllm_importance_sampling_correction = True
         learns = bool(groups.teaches(inputs, self.beta != 0).any())
         try:
             with torch.set_grad_enabled(learns):
-                loss = super()._compute_loss(model, self._waiting)
+                loss = super()._compute_loss(model, self._loss_inputs)
         finally:
-            self.vllm_importance_sampling_correction, self._waiting = False, None
+            self.vllm_importance_sampling_correction, self._loss_inputs = False, None
         return loss if learns else loss + self._nothing()
 
     def _nothing(self) -> torch.Tensor:
-        """0, with gradients of 0: what a backward pass through the model would find as well."""
+        """0, with the gradients of 0 that a backward pass through the model would find too."""
         return sum(0 * p.sum() for p in self.model.parameters() if p.requires_grad)
 
     def _prepare_inputs(self, generation_batch):
@@ -248,8 +248,8 @@ class QeRLTrainer(GRPOTrainer):
         part = ids_BT[:, start:end], mask_BT[:, start:end], kept - cut
         result = super()._get_per_token_logps_and_entropies(model, *part, *args, **kwargs)
         logps_BT, entropies_BT = (x if x is None else pad(x, (0, cut)) for x in result[:2])
-        if self._waiting is not None:
-            self._measure(self._waiting, logps_BT.detach(), entropies_BT.detach())
+        if self._loss_inputs is not None:
+            self._measure(self._loss_inputs, logps_BT.detach(), entropies_BT.detach())
         return logps_BT, entropies_BT, *result[2:]
 
     def _measure(self, inputs: dict, logps_BT: torch.Tensor, entropies_BT: torch.Tensor) -> None:
@@ -267,7 +267,7 @@ class QeRLTrainer(GRPOTrainer):
         tally.weighed_log_ratios.append(weighed)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """The norm. Gradients that are not finite are dropped: an optimizer passes over None."""
+        """The norm. Gradients that are not finite become None, which an optimizer skips."""
         norm = super()._get_grad_norm(model, grad_norm)
         if not math.isfinite(norm):
             model.zero_grad()
@@ -353,8 +353,8 @@ class QeRLTrainer(GRPOTrainer):
 class _StepClock(TrainerCallback):
     """Starts each step's clock; after a resume, restores TRL's count of passes and --save-steps.
 
-    TRL samples anew when that count is a multiple of its rhythm, and starts it at 0; transformers
-    takes the saved run's steps between checkpoints.
+    TRL starts that count at 0 and samples whenever it is a multiple of the passes of a rollout;
+    transformers would save as often as the run that is continued.
     """
 
     def __init__(self, trainer: QeRLTrainer):
