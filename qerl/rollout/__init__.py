@@ -10,7 +10,7 @@ __all__ = ["Applied", "Completion", "Engine", "EngineSettings", "Sampling", "Wro
 
 
 def start(settings: EngineSettings) -> Engine:
-    """The engine of a program, which one with wrong kernels ends with one line and status 1."""
+    """Build the engine, or end the program with one line and status 1 if its kernels are wrong."""
     try:
         return Engine(settings)
     except WrongLinears as error:

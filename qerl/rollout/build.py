@@ -1,7 +1,7 @@
 """What an engine is built from, and vLLM's LLM for it.
 
-The environment that vLLM reads when it is imported is set here, so this module comes before vLLM.
-What is done with the LLM is qerl.rollout.engine's business.
+vLLM reads its environment when it is imported. This module sets it, and so comes before vLLM. What
+is done with the LLM is qerl.rollout.engine's business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 # The trainer shares these cores: vLLM must not bind the process to some of them.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
 
 # CUDA graphs of the decoding steps around vLLM's own kernels, without torch.compile.
 CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -48,7 +47,7 @@ class EngineSettings:
 
 
 def build(settings: EngineSettings):
-    """vLLM's LLM for these settings, its kernels mended where they need it."""
+    """vLLM's LLM for these settings, with its faulty kernels avoided."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -96,7 +95,7 @@ def _lora_options(settings: EngineSettings) -> dict:
 
 
 def _linear_backend(settings: EngineSettings) -> str:
-    """The kernel that was asked for, mended where it needs it."""
+    """The kernel that was asked for, with its faulty tilings avoided."""
     backend = settings.linear_backend
     backend = fastest_linear_backend() if backend == "auto" else backend
     if backend == "humming":
@@ -108,8 +107,8 @@ def fastest_linear_backend() -> str:
     """vLLM's name of the W4A16 kernel to use: Humming where it is installed, else Marlin.
 
     Both are weight-only. Left to itself, vLLM takes Marlin for a weight-only checkpoint (README,
-    "Hardware"; benchmarks/rollout.py compares them), but for one made for 4-bit activations, on
-    Blackwell, a kernel that rounds the activations too, as the trainer does not.
+    "Hardware"; benchmarks/rollout.py compares them). For a checkpoint made for 4-bit activations
+    it takes, on Blackwell, a kernel that rounds the activations too, which the trainer does not.
     """
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
 """A W4A16 NVFP4 linear for vLLM's CPU build, whose own weight-only kernels are CUDA's.
 
-The 4-bit weight is expanded once at load: on a CPU the loop is the same as on a GPU, the memory
-saving is not. Registered with vLLM by qerl._compat.
+The 4-bit weight is expanded once at load: a CPU runs the same loop as a GPU, without the memory
+saving. Registered with vLLM by qerl._compat.
 """
 
 from __future__ import annotations

@@ -173,24 +173,24 @@ class Engine:
 
 @contextmanager
 def seeded(seed: int):
-    """Within the block the global generators that vLLM draws from start at `seed`, below 2**64.
+    """Seed, within the block, the global generators that vLLM draws from; seed: below 2**64.
 
-    They are torch's, on the CPU; the model runner that vLLM 0.26 takes on a GPU draws a seed for
-    each request from numpy's.
+    On a CPU that is torch's; on a GPU, vLLM 0.26's model runner draws a seed for each request from
+    numpy's.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     kept = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            np.random.seed(divmod(seed, 2**32))  # all of it: 32 bits are the most a number may have
+            np.random.seed(divmod(seed, 2**32))  # two words, as one may have 32 bits at most
             yield
     finally:
         np.random.set_state(kept)
 
 
 def _require_slots(adapter: Adapter, manager) -> None:
-    """Raise ValueError for a module that the engine lacks: vLLM would leave it out in silence."""
+    """Raise ValueError for modules that the engine lacks: vLLM would drop them silently."""
     slots = {}
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])

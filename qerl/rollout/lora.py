@@ -1,10 +1,9 @@
 """One adapter for the whole batch, as dense matmuls: y += (x A^T) B^T.
 
-vLLM's own kernels serve many adapters at once and look each token's up; RL has exactly one, the
-policy. A batch in which any request names it is sampled with it, whole; one in which none does
-costs nothing, in CUDA graphs too. Projections that vLLM fuses (q, k, v; gate, up) share both
-matmuls.
-Named to vLLM through its platform's `get_punica_wrapper` (qerl._compat).
+vLLM's own kernels serve many adapters at once and look up each token's; RL has exactly one, the
+policy. If any request of a batch names the adapter, the whole batch is sampled with it; if none
+does, it costs nothing, in CUDA graphs too. Projections that vLLM fuses (q, k, v; gate, up) share
+both matmuls. vLLM finds the wrapper through its platform's `get_punica_wrapper` (qerl._compat).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A kernel for 4-bit weights has a tiling for each range of batch sizes, and one tiling can be wrong
 where all others are right: Humming 0.1.10 on Hopper gave wrong rows for 49 to 56 sequences
-(qerl._compat mends that one). As rollouts end one by one, the batch passes through every size, and
-prompts make batches of any. That the rows are those of the trainer's weights is qerl.parity's to
-prove; this is about all sizes.
+(qerl._compat avoids that one). As completions end one by one, the batch passes through every size,
+and prompts make batches of any. qerl.parity proves that the rows are those of the trainer's
+weights, at a few sizes; this compares all sizes with each other.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-CHUNK = 32  # rows a call of what every other size is compared with
+CHUNK = 32  # rows a call; every other size is compared with this one
 EVERY = 256  # rows up to which all sizes are tried: Humming's tiles on Hopper have 8 to 176
 PREFILL = 2048  # rows, as vLLM's prefill has
 TOLERANCE = 0.02  # relative error of a row; bf16 sums in another order came to 0.008 on an H200
 
 
 class WrongLinears(RuntimeError):
-    """vLLM's kernel computes other rows at some batch sizes; the message names them."""
+    """vLLM's kernel computes wrong rows at some batch sizes; the message names them."""
 
 
 def wrong_sizes(
     apply: Callable[[torch.Tensor], torch.Tensor], columns: int, sizes: Iterable[int], device
 ) -> list[int]:
-    """The sizes M at which apply(x [M, K]) -> [M, N] has a row unlike that of CHUNK rows at a time.
+    """The sizes M at which a row of apply(x [M, K]) -> [M, N] differs from CHUNK rows at a time.
 
-    x is random, K = `columns`, in bf16.
+    x is random, in bf16, with K = `columns`.
     """
     sizes = sorted(set(sizes))
     generator = torch.Generator(device).manual_seed(0)
@@ -46,8 +46,8 @@ def wrong_sizes(
 def require_right_linears(model: torch.nn.Module, sequences: int) -> None:
     """Raise WrongLinears unless the linears of a vLLM model are right at every batch size.
 
-    One of each shape and kind (layers may have been left in 16 bits), for 1 to `sequences` rows, as
-    decoding has, and at least EVERY, as short prompts have, and for PREFILL.
+    Tried are one linear of each shape and kind (layers may have been left in 16 bits), at every
+    size from 1 to `sequences`, as in decoding, or to EVERY, as in short prompts, and at PREFILL.
     """
     from vllm.model_executor.layers.linear import LinearBase
 

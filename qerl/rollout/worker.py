@@ -2,12 +2,12 @@
 
 AQN adds noise as small as 1e-4 to gains near 1, which bf16 would round away (its spacing there is
 0.004 to 0.008): the gains are widened to float32, and a linear that no norm feeds gets a float32
-factor for its input (NoisyLinear). All of it right after loading, before the model is compiled or
-its CUDA graphs are captured, so that later writes go to the very tensors the graphs read.
+factor for its input (NoisyLinear). All of this happens right after loading, before the model is
+compiled or its CUDA graphs are captured, so that later writes reach the tensors the graphs read.
 
-vLLM's own sleep moves the weights to the host and back; between rollouts only the KV cache is in
-the trainer's way. Ours (qerl.rollout.sleep) leaves the weights and the adapter's slot where they
-are, so that there is nothing to lose on waking.
+vLLM's own sleep moves the weights to the host and back, but between rollouts only the KV cache is
+in the trainer's way. Ours (qerl.rollout.sleep) leaves the weights and the adapter's slot in place,
+so that there is nothing to restore on waking.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ class NoisyLinear(torch.nn.Module):
 
 
 def scaled(x: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
-    """x [..., K] in bf16 times scale_K in float32, rounded to bf16 at random: right on average.
+    """x [..., K] in bf16 times scale_K in float32, rounded to bf16 stochastically: unbiased.
 
     Rounded to nearest, x * (1 + Z) would be x again in every token wherever |Z| is below 0.002,
     since x is on bf16's grid already. (A norm rounds once, from float32, so that a small Z shows
-    there in some tokens and not in others.) The chance comes from a hash of x and its neighbour: a
-    text scored twice gets the same. Where scale_K is 1 the result is x to the bit, also when the
-    compiler fuses this with what made x and skips the rounding between.
+    there in some tokens and not in others.) The randomness is a hash of x and its neighbour, so
+    that a text scored twice gets the same. Where scale_K is 1 the result is x to the bit, even when
+    the compiler fuses this with what made x and skips the rounding in between.
     """
     bits = x.view(torch.int16).int()
-    drawn = (bits & 0xFFFF | bits.roll(1, -1) << 16) * HASH >> 16 & 0xFFFF
+    pairs = (bits & 0xFFFF) | (bits.roll(1, -1) << 16)
+    drawn = ((pairs * HASH) >> 16) & 0xFFFF
     exact = (x * scale_K).view(torch.int32)  # bf16 is its upper half: adding may carry into it
-    rounded = (exact + drawn & ~0xFFFF).view(torch.float32).to(x.dtype)
+    rounded = ((exact + drawn) & ~0xFFFF).view(torch.float32).to(x.dtype)
     return torch.where(scale_K == 1, x, rounded)
 
 
@@ -102,7 +103,7 @@ def make_room(model: torch.nn.Module, target: str) -> None:
 
 
 def noise_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What noise is added to, after make_room, by the name that it is drawn for: float32 [K]."""
+    """After make_room, what noise is written to, float32 [K], by the name it is drawn for."""
     found = {name: norm.weight.data for name, norm in noisy_norms(model).items()}
     linears = {n: m.scale_K for n, m in model.named_modules() if isinstance(m, NoisyLinear)}
     return found | linears
