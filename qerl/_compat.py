@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-# Whose norms, SwiGLU and rotary embeddings Liger computes (tests/gpu/test_fused.py).
+# The architectures whose norms, SwiGLU and rotary embeddings Liger computes, as far as it has been
+# tried (tests/gpu/test_fused.py).
 LIGER_MODELS = ("llama", "qwen2")
 
 
@@ -29,9 +30,9 @@ def let_humming_tile_soundly() -> None:
     """Keep Humming's linears from two tilings that give wrong rows on Hopper.
 
     Why: with humming 0.1.10 on an H200, tiles of 56 rows (batches of 49 to 56) give rows 40 and up
-    wrong by half their size, and sharing tiles of x between two blocks (large prefills) some rows
-    wrong by 4 to 28%, another time others. How: Humming's table of tilings by GPU names a subclass
-    for Hopper that takes the tiles of 64 rows and shares none.
+    wrong by half their size, and tiles of x shared by two blocks (large prefills) give some rows
+    wrong by 4 to 28%, other rows each time. How: in Humming's table of tilings by GPU, Hopper's
+    entry becomes a subclass that takes tiles of 64 rows instead and shares none.
     Can go: once `python -m pytest tests/gpu/test_linears.py` passes without it.
     """
     from humming.tune import heuristics_map
@@ -54,8 +55,8 @@ def let_humming_tile_soundly() -> None:
 def let_vllm_apply_adapters_with(wrapper: str) -> None:
     """Make vLLM apply LoRA adapters through the PunicaWrapperBase subclass of this dotted name.
 
-    Why: the wrapper is the platform's to name and a platform plugin would have to replace the
-    whole platform to name another. How: the current platform's `get_punica_wrapper`.
+    Why: the platform names the wrapper, and a plugin would have to replace the whole platform to
+    name another. How: the current platform's `get_punica_wrapper`.
     Can go: once LoRAConfig names the wrapper.
     """
     from vllm.platforms import current_platform
@@ -64,12 +65,12 @@ def let_vllm_apply_adapters_with(wrapper: str) -> None:
 
 
 def let_liger_compute_layers_of(model) -> bool:
-    """Compute norms, SwiGLU and rotary embeddings with liger-kernel; False: not of this model.
+    """Compute a model's norms, SwiGLU and rotary embeddings with liger-kernel; False: none of them.
 
     Why: transformers' integration of Liger also replaces classes and the rotary embedding in the
-    architecture's module, for every model of the process, on a CPU too. How: it runs, and what it
-    replaced there is put back; the rotary embedding, which layers look up in the module, is Liger's
-    for tensors on a GPU alone.
+    architecture's module, for every model of the process, even on a CPU. How: run it, then put back
+    what it replaced there; the rotary embedding, which layers look up in the module, becomes
+    Liger's for tensors on a GPU alone.
     Can go: once Liger patches nothing but the instance it is given.
     """
     from transformers.integrations.liger import apply_liger_kernel

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-# Settings of PEFT's that A, B, rank and alpha do not say all about: read as plain LoRA, an adapter
-# that has one would be applied as another.
+# PEFT settings under which A, B, rank and alpha are not the whole adapter: read as plain LoRA, it
+# would be another one.
 NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 

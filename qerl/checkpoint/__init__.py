@@ -1,9 +1,8 @@
 """The one door to checkpoint folders: find, describe, verify and read them.
 
 `files` knows a folder by its config and its files' headers, `dialects` how other makers say the
-same; `problems` holds every layer, shape and scale against what they must be, and `whole` lets a
-new folder appear once it is sound. Choosing its numbers is llm-compressor's business, and what they
-mean is qerl.nvfp4's.
+same; `problems` checks every layer, shape and scale, and `whole` lets a new folder appear once it
+is sound. Choosing its numbers is llm-compressor's business, and what they mean is qerl.nvfp4's.
 """
 
 from qerl.checkpoint.files import (

@@ -1,4 +1,4 @@
-"""What the NVFP4 checkpoints of other makers say, in the terms of compressed-tensors, weight-only.
+"""Other makers' NVFP4 checkpoints in the terms of compressed-tensors, weight-only.
 
 NVIDIA's ModelOpt stores a layer L as
     L.weight          uint8          [N, K/2]
@@ -6,8 +6,8 @@ NVIDIA's ModelOpt stores a layer L as
     L.weight_scale_2  float32        []        a multiplier: 1 / weight_global_scale
 and says so in config.json's quantization_config or, up to its version 0.29, in a file of its own,
 hf_quant_config.json. Both makers may add scales of activations (W4A4) and of an 8-bit KV cache;
-neither is used here, where both stay in 16 bits. What else ModelOpt quantizes to (mixed precision,
-AWQ, SVD) is more than NVFP4 weights, and keeps its own name as the format, to be refused.
+neither is used here, where both stay in 16 bits. ModelOpt's other algorithms (mixed precision,
+AWQ, SVD) are more than NVFP4 weights: each becomes a format under its own name, which is refused.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def weight_only(scheme: Any) -> tuple[dict[str, Any], bool]:
 
 
 def headers(stored: Iterable[Header]) -> dict[str, Header]:
-    """The headers of the tensors that are used, by their names here."""
+    """The headers of the tensors that are used, under compressed-tensors' names."""
     used = [header for header in stored if not header.stored.endswith(UNUSED)]
     return {_name(header): header._replace(shape=_shape(header)) for header in used}
 
 
 def value(header: Header, stored: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is here: every global scale a divisor."""
+    """A stored tensor in compressed-tensors' form: a multiplier becomes a divisor."""
     return (1 / stored if header.stored.endswith(MULTIPLIER) else stored).reshape(header.shape)
 
 
@@ -94,7 +94,7 @@ def _must_be_objects(said: Any) -> None:
 
 
 def _format(said: dict[str, Any], groups: dict[str, Any]) -> str | None:
-    """The format of all groups, if they are of one ("mixed-precision" may stand for that)."""
+    """The format that all groups share ("mixed-precision" may stand for it), else the config's."""
     formats = {group.get("format") for group in groups.values()} - {None}
     if len(formats) == 1:
         return formats.pop()
@@ -102,7 +102,7 @@ def _format(said: dict[str, Any], groups: dict[str, Any]) -> str | None:
 
 
 def _of_modelopt(said: dict[str, Any]) -> dict[str, Any]:
-    """compressed-tensors' quantization_config of ModelOpt's."""
+    """ModelOpt's quantization_config as compressed-tensors would write it."""
     algorithm = str(said["quant_algo"]).upper()
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         return {"format": f"ModelOpt's {algorithm}"}

@@ -1,8 +1,8 @@
 """A checkpoint folder as its config, its files' headers and, on request, its tensors.
 
 The quantized kind is compressed-tensors' `nvfp4-pack-quantized`, weight-only: the one thing that
-the quantizer and the trainer share. What other makers wrote is told in its terms (dialects). For a
-Linear layer L with N outputs and K inputs it holds
+the quantizer and the trainer share. Other makers' checkpoints are read into its terms (dialects).
+For a Linear layer L with N outputs and K inputs it holds
     L.weight_packed        uint8          [N, K/2]
     L.weight_scale         float8_e4m3fn  [N, K/16]
     L.weight_global_scale  float32        [1]       equal over q/k/v and over gate/up
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of a tensor ahead of its data."""
+    """What the header of a safetensors file says about a tensor."""
 
     file: str  # name inside the folder
     stored: str  # name inside the file, which a maker may have chosen differently
@@ -80,7 +80,7 @@ class Checkpoint:
 def resolve(name: str | Path) -> Path:
     """The local folder of a model: `name` if it is a folder, else a download from the hub.
 
-    Raises ValueError when `name` is neither a folder nor a model that the hub gives.
+    Raises ValueError when `name` is neither a folder nor a model that can be downloaded.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -137,7 +137,7 @@ def require(folder: str | Path, nvfp4: bool | None = None) -> Checkpoint:
 
 
 def require_context(found: Checkpoint, tokens: int) -> None:
-    """Raise ValueError for prompts and completions beyond what the model knows."""
+    """Raise ValueError for prompts and completions longer than the model's context."""
     context = found.config.get("max_position_embeddings", tokens)
     if tokens > context:
         raise ValueError(
@@ -147,7 +147,10 @@ def require_context(found: Checkpoint, tokens: int) -> None:
 
 
 def require_linear_backend(name: str) -> None:
-    """Raise ValueError for a --linear-backend that this machine does not have."""
+    """Raise ValueError for a --linear-backend that this machine does not have.
+
+    Here, as require_nf4 is, so that programs can ask before they load an engine.
+    """
     import torch
 
     if name == "auto":

@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 def problems(folder: str | Path) -> list[Problem]:
     """Everything wrong with a checkpoint; an empty list for a sound one.
 
-    Damaged files hide the rest, and so does a quantization other than NVFP4: what would merely
+    Damaged files, and a quantization other than NVFP4, are all that is reported: what would merely
     follow from them is left out. Raises ValueError for a missing folder.
     """
     found, faults = read_files(Path(folder))
