@@ -1,8 +1,8 @@
-"""What goes wrong in a run without ending it: seen in a step's metrics, named, told with its cause.
+"""What goes wrong in a run without ending it: read off a step's metrics, and told with its cause.
 
-Each alarm reads one row of metrics.jsonl and nothing else, so that a run can be judged afterwards
-by the same rules. The limits are constants: each has its reason beside it, and none is a matter of
-taste that a run would have to set.
+Each alarm reads one row of metrics.jsonl and nothing else, so that a finished run can be judged by
+the same rules. The limits are constants with their reasons beside them: none is a matter of taste
+that a run would have to set.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SAMPLE_SHARE_FLOOR = 0.5
 # what was measured on SmolLM2-135M (0.035 without noise, 0.189 at sigma 1e-2).
 GAP_BY_SIGMA = 30.0
 FAILED_IN_A_ROW = 3  # steps with bad gradients that end a run: by then it is not one bad batch
-TOLD_EVERY = 10  # steps with an alarm; the first is told, too
+TOLD_EVERY = 10  # steps with the same alarm, counted from the first
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """When it goes off, and what the terminal says: a template over the row's keys."""
+    """When it goes off, and what the terminal says then: a template over the row's keys."""
 
     fires: Callable[[dict], bool]
     says: str
 
 
 def _below(row: dict, key: str, limit: float) -> bool:
-    """Whether a figure that the step has is below a limit."""
+    """Whether a figure is below a limit; False for one that the step lacks."""
     return row[key] is not None and row[key] < limit
 
 
@@ -86,7 +86,7 @@ ALARMS = {
 
 
 class Alarms:
-    """The alarms of a run: `check` a row a step."""
+    """The alarms of a run: call `check` with the row of each step."""
 
     def __init__(self, gap_limit: float):
         """gap_limit: nats of |sampler - trainer| that pass without noise."""
@@ -95,7 +95,7 @@ class Alarms:
         self._counts = Counter()
 
     def check(self, row: dict) -> list[str]:
-        """The names of the alarms of a row of metrics.jsonl; the terminal is told of them."""
+        """The names of the alarms that a row of metrics.jsonl sets off; also tells the terminal."""
         known = row | {"gap_limit": self.gap_limit}
         names = [name for name, alarm in ALARMS.items() if alarm.fires(known)]
         self.failed_in_a_row = self.failed_in_a_row + 1 if "bad_gradients" in names else 0
@@ -109,7 +109,7 @@ class Alarms:
         return self.failed_in_a_row >= FAILED_IN_A_ROW
 
     def _tell(self, name: str, row: dict) -> None:
-        """Say it the first time, and every tenth."""
+        """Say it the first time, and then every TOLD_EVERY times."""
         self._counts[name] += 1
         if self._counts[name] % TOLD_EVERY == 1:
             short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}

@@ -29,7 +29,7 @@ def grpo_config(config: TrainConfig, steps: int) -> GRPOConfig:
         use_vllm=False,
         learning_rate=config.learning_rate,
         lr_scheduler_type=config.lr_scheduler_type,
-        warmup_steps=config.warmup_ratio,
+        warmup_steps=config.warmup_ratio,  # below 1 it is a share of the steps
         optim=config.optim,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,

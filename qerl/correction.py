@@ -26,8 +26,8 @@ def log_ratio(
 def weights(log_ratio_BT: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
     """The weight of each token [B, T], or of each sequence [B, 1] in the sequence modes.
 
-    Truncating clips a weight to `cap`; masking gives a token (or sequence) above it weight 0; none
-    weighs all alike.
+    Truncating clips a weight to `cap`; masking gives a token (or sequence) above it weight 0; the
+    mode none gives all of them weight 1.
     """
     if mode not in MODES:
         raise ValueError(f"correction mode {mode!r}: expected one of {MODES}")
@@ -42,7 +42,7 @@ def weights(log_ratio_BT: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
 
 
 def weighed(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
-    """log pi / mu of all that is weighed [U]: tokens in the loss, or sequences with such tokens."""
+    """log pi / mu of what has a weight [U]: the tokens in the loss, or the sequences with any."""
     if mode.startswith("sequence"):
         return log_ratio_BT.sum(-1)[mask_BT.any(-1)]
     return log_ratio_BT[mask_BT.bool()]
@@ -51,7 +51,7 @@ def weighed(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str) -> tor
 def summary(
     token_log_ratios: torch.Tensor, weighed_log_ratios: torch.Tensor, cap: float
 ) -> dict[str, float]:
-    """A step's figures, from log pi / mu of its tokens and of all that is weighed (1-D, not empty).
+    """A step's figures, from log pi / mu of its tokens and of what has a weight (1-D, not empty).
 
     logp_gap_mean, logp_gap_max   |log pi - log mu| of the tokens, nats
     sampler_kl                    KL(mu || pi) in nats a token, by the estimator r - 1 - log r with
@@ -59,7 +59,7 @@ def summary(
     ratio_mean, ratio_max         of pi / mu before the cap; the mean's expectation is 1
     effective_sample_share        (sum r)^2 / (n sum r^2), Kish's: 1 when all weigh alike, 1 / n
                                   when one dominates
-    capped_fraction               share of what is weighed that lies above the cap
+    capped_fraction               share of the weights above the cap
     """
     tokens, log_r = token_log_ratios.double(), weighed_log_ratios.double()
     total, squares = log_r.logsumexp(0), (2 * log_r).logsumexp(0)

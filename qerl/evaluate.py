@@ -214,8 +214,8 @@ def _engine(arguments, folder, loaded):
 def _sync(engine, loaded, tokens) -> float | None:
     """Apply the adapter; the mean |change| it makes to log-probabilities of the prompts `tokens`.
 
-    Raises ValueError when it is no more than the same model differs from itself: an adapter that
-    is not applied must not pass for one.
+    Raises ValueError when that is no more than two scorings of one model differ by: an adapter that
+    is not applied must not pass for one that is.
     """
     if loaded is None:
         return None
@@ -236,7 +236,7 @@ def _distance(a: list[list[float]], b: list[list[float]]) -> float:
 
 
 def run_task(engine, tokenizer, task, prompts, sampling, samples: int, seed: int) -> dict:
-    """Sample every prompt of a task `samples` times from `engine` as it is: `summary` and lengths.
+    """`summary` and lengths of `samples` completions of every prompt, from `engine` as it is.
 
     prompts: token ids, one list a row of the task; sampling: a qerl.rollout.Sampling.
     """

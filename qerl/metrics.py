@@ -1,7 +1,7 @@
 """The figures of a step: their names in metrics.jsonl, what the loss adds to them, the terminal.
 
-TRL measures rollouts and averages its passes; Tally measures the tokens in the loss over a whole
-step. qerl.trainer fills both in and writes the rows; qerl.alarms judges them.
+TRL measures rollouts and averages over passes; Tally measures the tokens in the loss over a whole
+step. qerl.trainer collects both and writes the rows; qerl.alarms judges them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKEN_METRICS = {
     "clip_ratio_low": "clip_ratio/low_mean",
     "clip_ratio_high": "clip_ratio/high_mean",
 }
-TRL_MEANS = ("kl", "clip_ratio_low", "clip_ratio_high")  # of these, those that TRL measures
+TRL_MEANS = ("kl", "clip_ratio_low", "clip_ratio_high")  # the ones of these that TRL measures
 TRL_METRICS = ROLLOUT_METRICS | TOKEN_METRICS
 SHOWN = """
 loss grad_norm reward reward_std entropy logp_gap_mean logp_gap_max clip_ratio_low clip_ratio_high
@@ -53,7 +53,7 @@ class Tally:
     """What the passes of one step found in their loss; lists hold a tensor a pass."""
 
     passes: list[int] = field(default_factory=list)  # tokens in the loss of each
-    signal: int = 0  # of these, with an advantage other than 0
+    signal: int = 0  # those of them whose advantage is not 0
     entropies: list[torch.Tensor] = field(default_factory=list)  # of the tokens
     token_log_ratios: list[torch.Tensor] = field(default_factory=list)  # log pi / mu
     weighed_log_ratios: list[torch.Tensor] = field(default_factory=list)  # correction.weighed
@@ -64,7 +64,7 @@ class Tally:
 
     @property
     def tokens(self) -> int:
-        """In the loss of the step."""
+        """The tokens in the loss of the step."""
         return sum(self.passes)
 
     def mean(self, values: list[float]) -> float:
@@ -73,7 +73,7 @@ class Tally:
         return sum(weighed) / self.tokens
 
     def metrics(self, cap: float) -> dict[str, float]:
-        """Over all tokens of the step, where TRL averages passes and counts an empty one as 0."""
+        """Over all tokens of the step; TRL averages over passes and counts an empty one as 0."""
         if not self.tokens:
             return dict.fromkeys(TOKEN_METRICS, math.nan)  # which TRL logs as null
         made = {"entropy": torch.cat(self.entropies).mean().item()}

@@ -33,7 +33,7 @@ class Schedule:
     """How sigma falls over a run of `steps` optimizer steps cut into `num_stages` equal stages.
 
     kind: exponential is the paper's formula, which ends one factor above sigma_end; released is the
-    original code's, which reaches it. linear, cosine and logarithmic reach it too.
+    original code's, which reaches sigma_end, as do linear, cosine and logarithmic.
     """
 
     sigma_start: float

@@ -1,4 +1,4 @@
-"""The files of a run: what may be continued, what a killed run left behind, whole files or none.
+"""The files of a run: what may be continued, what a killed run left behind, how files stay whole.
 
 .lock            held by the process that trains here, as long as it lives
 config.json      every flag, every version, the seed, the git commit
@@ -36,11 +36,11 @@ FREE_ON_RESUME = (
     "dry_run",
 )
 PARTIAL = ".partial"  # checkpoints are written here, then renamed
-_LOCKS = {}  # the open lock files of this process; the kernel lets go of them when it ends
+_LOCKS = {}  # the open lock files of this process; the kernel releases them when it ends
 
 
 def check_output_dir(config: TrainConfig) -> bool:
-    """Whether the run folder holds this very run, to be continued. Makes nothing.
+    """Whether the run folder holds this very run, to be continued. Creates nothing.
 
     Raises ValueError when it cannot be a folder, or holds steps of other or unknown settings.
     """
@@ -160,5 +160,6 @@ def _rows(path: Path):
 
 
 def append(path: Path, rows: list[dict]) -> None:
+    """Add a JSON line a row."""
     with path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,9 +1,9 @@
 """What k samples a question say about a model, and how sure that is: plain numbers, no text.
 
 A metric has one value a question: the mean of its verdicts, its pass@k, what its majority is worth.
-Questions are the independent draws, the samples of one are not; so an error is that of the mean
-over questions, clustered by question, and two models are compared by the difference at each
-question (Miller 2024, arXiv 2411.00640). It is no test of hypotheses, and nothing here knows what
+Questions are independent draws, the samples of one are not. So an error is that of the mean over
+questions, clustered by question, and two models are compared by the difference at each question
+(Miller 2024, arXiv 2411.00640). This is no test of hypotheses, and nothing here knows what
 an answer is.
 """
 
@@ -30,7 +30,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def interval_95(mean: float, error: float | None) -> tuple[float, float] | None:
-    """Mean -+ 1.96 standard errors (normal; for 30 questions Student's t would be 4% wider)."""
+    """Mean +- 1.96 standard errors (normal; for 30 questions Student's t would be 4% wider)."""
     return None if error is None else (mean - NORMAL_95 * error, mean + NORMAL_95 * error)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sourced by the launchers, which set MODEL, PRECISION and SETTINGS first. Not for starting itself.
+# Sourced by the launchers, which set MODEL, PRECISION and SETTINGS first. Not to be run by itself.
 # From the environment: METHOD of the NVFP4 checkpoint (rtn), MODEL_PATH, DATASET, OUTPUT_DIR. Any
 # qerl.train flag may follow on the command line and wins.
 

@@ -167,7 +167,7 @@ class TrainConfig:
         )
 
     def stages_left_out(self, steps: int) -> int:
-        """How many stages of noise a run of `steps` ends without a rollout in."""
+        """The number of stages in which a run of `steps` samples nothing."""
         schedule = self.schedule(steps)
         if schedule is None:
             return 0
@@ -180,4 +180,4 @@ class TrainConfig:
         for holds, message in rules(self):
             if not holds:
                 raise ValueError(message)
-        self.schedule(self.num_stages * self.num_iterations)
+        self.schedule(1)  # raises for a sigma that does not fall

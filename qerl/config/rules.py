@@ -1,7 +1,7 @@
 """What must hold between the settings of a training run, each with the way out.
 
-Cheap and of the values alone: what a model, a data set or a machine allows is qerl.train's to find
-out. `config` is a TrainConfig throughout; a rule is (holds, message).
+Only values are looked at: what a model, a data set or a machine allows, qerl.train finds out.
+`config` is a TrainConfig throughout; a rule is (holds, message).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 Rules = Iterator[tuple[object, str]]
 
-LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapter slot that vLLM makes
+LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's ranks of an adapter slot
 AT_LEAST_1 = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -45,7 +45,7 @@ AT_LEAST_0 = (
 
 
 def rules(config) -> Rules:
-    """Every rule in turn; one may be asked for only while those before it hold."""
+    """Every rule in turn. Stop at the first that does not hold: the later ones build on it."""
     groups = _names, _counts, _finite, _limits, _batch, _shares, _lengths, _loss, _sampling
     for group in groups:
         yield from group(config)

@@ -39,9 +39,9 @@ def names() -> tuple[str, ...]:
 
 
 def check_name(name: str, split: str | None = None) -> None:
-    """Raise ValueError if `load(name, split)` could not work, without the hub and within seconds.
+    """Raise ValueError if `load(name, split)` could not work, within seconds and without the hub.
 
-    A local file is read and checked whole.
+    A local file is read and checked in full.
     """
     if split not in (None, "train", "test"):
         raise ValueError(f"split {split!r} is not known: it is 'train' or 'test'")

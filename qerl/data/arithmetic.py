@@ -2,7 +2,7 @@
 
 Five levels, from sums of two digits to nested terms. The prompt is as short as it can be, because
 prompt tokens dominate the cost of a training step, and its system message is empty, because chat
-templates put a long one of their own where there is none.
+templates add a long one of their own where there is none.
 
 A problem belongs to the test split when a hash of its sorted characters says so, which it does for
 one in four (for 25 of the 100 sums of level 1). That depends on nothing but the problem, and 3 + 4
@@ -15,8 +15,7 @@ import operator
 import random
 from collections.abc import Iterator
 
-# Rows where no limit is given; levels with fewer problems (100 and 540) give
-# all of their split.
+# Rows where no limit is given; levels with fewer problems (100 and 540) give all of their split.
 DEFAULT_ROWS = {"train": 2_000, "test": 200}
 MOST_ROWS = 50_000
 

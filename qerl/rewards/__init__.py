@@ -3,9 +3,8 @@
 A verdict is a function `correct(completion, answer) -> bool`. Training and evaluation use the same
 one; `as_reward` gives it the signature that TRL calls, and STATED names the function that reads
 the answer a completion states, so that samples can vote. This package reads text only: it knows no
-tokenizer, no data set and no tensor. math.py holds the verdicts on numbers and formulas, code.py
-the verdict on programs; the two programs that run as child processes are math_worker.py and
-sandbox.py.
+tokenizer, no data set and no tensor. math.py judges numbers and formulas, code.py programs;
+math_worker.py and sandbox.py run as child processes.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """The text of a completion: TRL hands plain strings, or chat messages, the last one counts."""
+    """The text of a completion, which TRL passes as a string or as chat messages (the last one)."""
     if isinstance(completion, str):
         return completion
     return completion[-1]["content"]

@@ -6,9 +6,9 @@ folder, as far as Python announces them (PEP 578). This side adds a time limit, 
 without this process's variables, a folder of its own that is deleted afterwards, and, where the
 machine lets an ordinary user have them, a network and a process namespace of its own (`unshare`),
 so that nothing the program started survives it. This stops accidents and lazy cheating. It is no
-boundary against a program that means harm:
-os.mkfifo, sqlite3's ATTACH, dir_fd and C libraries write unannounced wherever this user may, and a
-program can read the tests in its own source. Train on code inside a container.
+boundary against a program that means harm: os.mkfifo, sqlite3's ATTACH, dir_fd and C libraries
+write unannounced wherever this user may, and a program can read the tests in its own source. Train
+on code inside a container.
 
 Tests are one JSON list, every case of which must pass:
 - {"input": str, "output": str}: what the program reads from stdin and what it must print; compared
