@@ -11,8 +11,8 @@ Every (shape, arm, rank) has an engine of its own in a process of its own, on ra
 random adapter on all projections. Rank 0, no adapter, is measured in the engine of the first other
 rank (one that knows no adapters when --ranks is 0 alone). CUDA graphs are captured for the batches
 that are asked for, in every arm. Prompts are distinct random tokens, no two with the same first
-one, so no prefix is cached; the end of text is ignored, so every completion has exactly the asked
-length; log-probabilities are returned, temperature is 1. Each batch is sampled at two lengths, 16
+one, so no prefix is cached; the end of text is ignored, so every completion has the length asked
+for; log-probabilities are returned, temperature is 1. Each batch is sampled at two lengths, 16
 and --output-tokens, after a warm-up; the difference is decoding alone. Decode tokens/s is batch *
 (long - 16) / (time of long - time of 16), the median of the repeats; prefill is the rest of the
 short time; "all" is every sampled token by the whole long time. Batches go up; one that is foreseen
@@ -207,7 +207,7 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
         linear_backend=job["linear_backend"],
         compile=not job["no_compile"],
     )
-    engine = bent_engine(settings, job)
+    engine = patched_engine(settings, job)
     noise = Noise(seed=0, step=1, sigma=SIGMA) if job["noise"] else None
 
     def switch(on: bool):
@@ -219,12 +219,11 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
     return generate, switch, engine.llm
 
 
-def bent_engine(settings, job: dict):
-    """The Engine, asking vLLM for two things that training has no use for.
+def patched_engine(settings, job: dict):
+    """The Engine, with CUDA graphs of few sizes, and sampling past the end of text.
 
-    CUDA graphs of few sizes, and sampling that goes on past the end of text.
-    The Engine takes both names from the module vllm when it calls them; vLLM's own modules need
-    them whole while it starts.
+    Training has no use for either, so vllm.LLM and vllm.SamplingParams are replaced, which the
+    Engine looks up at each call. SamplingParams comes last: vLLM needs its own while it starts.
     """
     import vllm
 
@@ -237,7 +236,7 @@ def bent_engine(settings, job: dict):
 
 
 def with_options(build: Callable, options: dict, **named):
-    """build(**named) with `options` added; what both say of compiling is joined."""
+    """build(**named) with `options` added and both compilation configs merged."""
     both = [given.get("compilation_config") or {} for given in (options, named)]
     return build(**options | named | {"compilation_config": both[0] | both[1]})
 

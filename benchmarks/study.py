@@ -3,7 +3,7 @@
     python -m benchmarks.study exploration --runs RUNS     # as many of these side by side as fit
     python -m benchmarks.study exploration --runs RUNS --report STEM
 
-A worker takes the next run that nobody has finished and nobody is at, so workers on one RUNS folder
+A worker takes the next run that no one has finished or is working on, so workers on one RUNS folder
 share the work and a killed one loses its last run alone. It keeps one engine, and so stays with the
 runs that fit it; at its end it says how many are left. Every run is qerl.train's, on the same
 problems in the same order for a seed. It is measured at a quarter, half and the end of its steps:
@@ -143,21 +143,21 @@ def jobs(study: Study, runs: Path) -> list[Job]:
 
 
 def work(todo: list[Job], models: Path) -> None:
-    """Do what is left of `todo` and fits the engine of the first run that is done.
+    """Do the runs of `todo` that are left and fit the engine of the first one done here.
 
     Raises ValueError at a folder of other settings, finished or not: one table is of one study.
     """
-    engine = base = None
+    engine = held = None
     for job in todo:
         settings = job.config(models)
         run_folder.check_output_dir(settings)
-        mine = settings.model_name, settings.precision, settings.has_noise
-        if base not in (None, mine):
+        needed = settings.model_name, settings.precision, settings.has_noise
+        if held not in (None, needed):
             continue
         with claimed(job) as free:
             if free and job.result() is None:
                 plan = train.prepare(settings)
-                engine, base = engine or build_engine(settings, plan), mine
+                engine, held = engine or build_engine(settings, plan), needed
                 run_folder.write_json(job.folder / RESULT, do(job, settings, plan, engine))
                 for folder in job.folder.glob("checkpoint-*"):  # until then a kill needs them
                     shutil.rmtree(folder)
@@ -167,7 +167,7 @@ def work(todo: list[Job], models: Path) -> None:
 
 @contextmanager
 def claimed(job: Job) -> Iterator[bool]:
-    """Whether no other worker is at this run, which is this one's within the block."""
+    """Whether the run is free; if it is, it is this worker's within the block."""
     job.runs.mkdir(parents=True, exist_ok=True)
     with (job.runs / f".{job.folder.name}.claim").open("a") as file:
         try:

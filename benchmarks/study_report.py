@@ -1,4 +1,4 @@
-"""The report of a study (benchmarks.study): a row an arm and rate, and curves, of finished runs.
+"""The report of a study's finished runs (benchmarks.study): curves, a row for each arm and rate.
 
 A rate is chosen by the same numbers that are reported, which flatters every arm a little: all
 rates are in the table, and the differences of a study's pairs are means over all rates. Intervals

@@ -231,7 +231,7 @@ def sample(folder: Path) -> str:
 
 
 def modes() -> argparse.ArgumentParser:
-    """The flags that take a finished checkpoint, --model aside."""
+    """The flags that can do without --model, for a finished checkpoint."""
     made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     one = made.add_mutually_exclusive_group()
     one.add_argument(
@@ -245,8 +245,8 @@ def modes() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="hold vLLM's and the trainer's log-probabilities against each other: after "
-        "quantizing, with --model; instead of it, for this FOLDER (and its --original)",
+        help="compare vLLM's log-probabilities with the trainer's: after quantizing, with --model; "
+        "instead of it, for this FOLDER (and its --original)",
     )
     return made
 

@@ -1,13 +1,14 @@
 """Rewrites an NVFP4 checkpoint as one that loads right, without the weights that it was made from.
 
-Fused layers (q, k, v; gate, up) with global scales of their own get one. Codes stay; each block's
-scale becomes the E4M3 value nearest to scale * new / old. The new divisor is the member's under
-which the weights of the group move least: that member's own do not move at all, nor do those whose
-ratio to it is a power of two while no scale leaves E4M3's normal range (2^-6 to 448).
+Fused layers (q, k, v; gate, up) with global scales of their own get a common one. Codes stay; each
+block's scale becomes the E4M3 value nearest to scale * new / old. The new divisor is that of the
+member under which the group's weights move least: its own do not move at all, nor do those of a
+member whose divisor differs by a power of two, if no scale leaves E4M3's normal range (2^-6 to
+448).
 
-All else is told in the standard form: ModelOpt's names and multipliers become compressed-tensors',
-and scales of activations (W4A4) and of a KV cache are left out. Missing files and scales that are
-not positive are beyond it: they need the 16-bit model.
+All else is written in the standard form: ModelOpt's names and multipliers become those of
+compressed-tensors, and scales of activations (W4A4) and of a KV cache are left out. Missing files
+and scales that are not positive are beyond repair: they need the 16-bit model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """rtn and mse: one pass over a model's safetensors files, without a forward pass.
 
-In memory are one layer, and the part of the output file that is ready: a model may be far larger
-than the RAM. llm-compressor's own model_free_ptq does rtn this way too, but holds each whole file
+Memory holds one layer and the finished part of the output file, so a model may be far larger than
+the RAM. llm-compressor's own model_free_ptq does rtn this way too, but holds each whole file
 twice, and tells layers from embeddings by their names; tests/test_quantize.py holds this one to the
 bytes of its `oneshot`. Methods that look at activations are calibrated.py's.
 """

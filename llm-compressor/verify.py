@@ -1,7 +1,7 @@
-"""Holds what vLLM and the trainer make of an NVFP4 checkpoint against each other and the original.
+"""Compares an NVFP4 checkpoint in vLLM with the same in the trainer, and with its original.
 
 All score one fixed English text. Where the two loaders disagree (mean |difference| of their
-log-probabilities above qerl.parity's LIMIT), sampling and training would be of two policies. The
+log-probabilities above qerl.parity's LIMIT), sampler and trainer would be two policies. The
 distance from the 16-bit model is what quantizing cost on this one text: a sign of life, no
 benchmark.
 """
