@@ -222,7 +222,7 @@ def _sync(engine, loaded, tokens) -> float | None:
     before, again = engine.score(tokens), engine.score(tokens)
     engine.sync(loaded)
     change, noise = _distance(before, engine.score(tokens)), _distance(before, again)
-    if change <= noise:
+    if not change > noise:  # NaN is not above it
         raise ValueError(
             f"the adapter changes no log-probability (by {change:.2g} on average, and scoring "
             f"twice without it by {noise:.2g}): is it an untrained one?"

@@ -349,6 +349,20 @@ def test_an_untrained_adapter_does_not_pass_for_one(
     assert "changes no log-probability" in capsys.readouterr().err
 
 
+def test_an_adapter_under_which_the_engine_scores_nan_is_refused():
+    class Engine:
+        value = -1.0
+
+        def score(self, tokens):
+            return [[self.value] * (len(ids) - 1) for ids in tokens]
+
+        def sync(self, adapter):
+            self.value = math.nan
+
+    with pytest.raises(ValueError, match="by nan on average"):
+        evaluate._sync(Engine(), object(), [[1, 2, 3]])
+
+
 @pytest.mark.slow
 def test_several_data_sets_are_reported_apart(shared, smollm2_nvfp4, tmp_path):
     report = run(smollm2_nvfp4, tmp_path / "e.json", "--dataset", "arithmetic,arithmetic-2")
