@@ -56,15 +56,15 @@ def teaches(batch: dict, kl: bool) -> torch.Tensor:
     return batch["completion_mask"].any(1) & ((batch["advantages"] != 0) | kl)
 
 
-def dealt_again(passes: list[dict], kl: bool) -> list[dict]:
+def reordered(passes: list[dict], kl: bool) -> list[dict]:
     """The rows of `passes` dealt to passes anew: those without a gradient first, then by length.
 
     So the rows of a pass are of similar length, and in most passes all have a gradient or none.
     """
     rows = {key: torch.cat([one[key] for one in passes]) for key, v in passes[0].items() if v.dim()}
     length_B = rows["completion_mask"].sum(1)
-    rank_B = length_B + teaches(rows, kl) * (length_B.max() + 1)
-    chosen = rank_B.argsort(stable=True).split(len(passes[0]["prompt_ids"]))
+    key_B = length_B + teaches(rows, kl) * (length_B.max() + 1)
+    chosen = key_B.argsort(stable=True).split(len(passes[0]["prompt_ids"]))
     return [
         one | {key: values[which] for key, values in rows.items()}
         for one, which in zip(passes, chosen, strict=True)

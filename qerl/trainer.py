@@ -234,7 +234,7 @@ class QeRLTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is before or self.loss_type == "bnpo":
             return inputs
-        self._buffered_inputs = groups.dealt_again(self._buffered_inputs, self.beta != 0)
+        self._buffered_inputs = groups.reordered(self._buffered_inputs, self.beta != 0)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _get_per_token_logps_and_entropies(self, model, ids_BT, mask_BT, kept, *args, **kwargs):
