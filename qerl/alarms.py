@@ -73,7 +73,7 @@ ALARMS = {
         lambda row: _below(row, "effective_sample_share", SAMPLE_SHARE_FLOOR),
         "the importance ratios leave {effective_sample_share} of the samples (limit "
         f"{SAMPLE_SHARE_FLOOR}; largest ratio {{ratio_max}}). Usually there is too much noise: "
-        "lower --sigma-start; or whole sequences are weighed: --sampler-correction token_truncate",
+        "lower --sigma-start; or whole sequences are weighted: --sampler-correction token_truncate",
     ),
     "sampler_gap": Alarm(
         _gap_too_wide,

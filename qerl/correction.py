@@ -41,7 +41,7 @@ def weights(log_ratio_BT: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
     return ratio.masked_fill(ratio > cap, 0.0)
 
 
-def weighed(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
+def weighted(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
     """log pi / mu of what has a weight [U]: the tokens in the loss, or the sequences with any."""
     if mode.startswith("sequence"):
         return log_ratio_BT.sum(-1)[mask_BT.any(-1)]
@@ -49,7 +49,7 @@ def weighed(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, mode: str) -> tor
 
 
 def summary(
-    token_log_ratios: torch.Tensor, weighed_log_ratios: torch.Tensor, cap: float
+    token_log_ratios: torch.Tensor, weighted_log_ratios: torch.Tensor, cap: float
 ) -> dict[str, float]:
     """A step's figures, from log pi / mu of its tokens and of what has a weight (1-D, not empty).
 
@@ -61,7 +61,7 @@ def summary(
                                   when one dominates
     capped_fraction               share of the weights above the cap
     """
-    tokens, log_r = token_log_ratios.double(), weighed_log_ratios.double()
+    tokens, log_r = token_log_ratios.double(), weighted_log_ratios.double()
     total, squares = log_r.logsumexp(0), (2 * log_r).logsumexp(0)
     return {
         "logp_gap_mean": tokens.abs().mean().item(),

@@ -56,7 +56,7 @@ class Tally:
     signal: int = 0  # those of them whose advantage is not 0
     entropies: list[torch.Tensor] = field(default_factory=list)  # of the tokens
     token_log_ratios: list[torch.Tensor] = field(default_factory=list)  # log pi / mu
-    weighed_log_ratios: list[torch.Tensor] = field(default_factory=list)  # correction.weighed
+    weighted_log_ratios: list[torch.Tensor] = field(default_factory=list)  # correction.weighted
 
     def count(self, mask_BT: torch.Tensor, advantages_B: torch.Tensor) -> None:
         self.passes.append(int(mask_BT.sum()))
@@ -69,8 +69,8 @@ class Tally:
 
     def mean(self, values: list[float]) -> float:
         """The mean over the step's tokens of a figure that TRL has averaged in each pass."""
-        weighed = (value * count for value, count in zip(values, self.passes, strict=True))
-        return sum(weighed) / self.tokens
+        weighted = (value * count for value, count in zip(values, self.passes, strict=True))
+        return sum(weighted) / self.tokens
 
     def metrics(self, cap: float) -> dict[str, float]:
         """Over all tokens of the step; TRL averages over passes and counts an empty one as 0."""
@@ -79,7 +79,7 @@ class Tally:
         made = {"entropy": torch.cat(self.entropies).mean().item()}
         if not self.token_log_ratios:
             return made
-        ratios = torch.cat(self.token_log_ratios), torch.cat(self.weighed_log_ratios)
+        ratios = torch.cat(self.token_log_ratios), torch.cat(self.weighted_log_ratios)
         return made | correction.summary(*ratios, cap)
 
 

@@ -263,8 +263,8 @@ class QeRLTrainer(GRPOTrainer):
         weights = correction.weights(ratio_BT, self._correction, self._cap)
         inputs["importance_sampling_ratio"].copy_(weights)
         tally.token_log_ratios.append(ratio_BT[mask_BT.bool()])
-        weighed = correction.weighed(ratio_BT, mask_BT, self._correction)
-        tally.weighed_log_ratios.append(weighed)
+        weighted = correction.weighted(ratio_BT, mask_BT, self._correction)
+        tally.weighted_log_ratios.append(weighted)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """The norm. Gradients that are not finite become None, which an optimizer skips."""

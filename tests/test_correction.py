@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.correction import MODES, log_ratio, summary, weighed, weights
+from qerl.correction import MODES, log_ratio, summary, weighted, weights
 
 CAP = 2.0
 # pi / mu of each token of two sequences; the zeros of MASK are outside the loss.
@@ -78,13 +78,13 @@ def test_a_mode_that_is_not_known_is_refused(mode):
 # --- the figures of a step
 
 
-def test_what_is_weighed_are_tokens_or_sequences_in_the_loss():
+def test_what_is_weighted_are_tokens_or_sequences_in_the_loss():
     ratio, mask = RATIO.log(), torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]])
     ratio = ratio.masked_fill(mask == 0, 0.0)
     for mode in ("none", "token_truncate", "token_mask"):
-        torch.testing.assert_close(weighed(ratio, mask, mode).exp(), torch.tensor([1.0, 0.5, 3.0]))
+        torch.testing.assert_close(weighted(ratio, mask, mode).exp(), torch.tensor([1.0, 0.5, 3.0]))
     for mode in ("sequence_truncate", "sequence_mask"):
-        torch.testing.assert_close(weighed(ratio, mask, mode).exp(), torch.tensor([1.5]))
+        torch.testing.assert_close(weighted(ratio, mask, mode).exp(), torch.tensor([1.5]))
 
 
 def test_the_figures_are_those_worked_out_by_hand():
