@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:  # of the engine: no mistake of the user's
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

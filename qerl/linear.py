@@ -3,11 +3,11 @@
     y = x W^T + b + s (x A^T) B^T        W [N, K] frozen, A [R, K] and B [N, R] learn, s = alpha / R
 
 PEFT owns the adapter (its names, its files, its switches); this module computes it. Two autograd
-nodes do what PEFT does with five: one makes the adapter's part, and the other multiplies by W on
-top of it instead of adding tensors of that size. A packed W is rebuilt from its 4 bits for each
-matmul, in the forward and again in the backward pass, so that autograd never holds a dense copy
-(the original decompressed every weight in PyTorch on every forward and, without gradient
-checkpointing, kept them all). Building a model out of these layers is qerl.policy's business.
+nodes do what PEFT does with five, and write the adapter's part into the base's output instead of
+adding three tensors of its size. A packed W is rebuilt from its 4 bits for each matmul, in the
+forward and again in the backward pass, so that autograd never holds a dense copy (the original
+decompressed every weight in PyTorch on every forward and, without gradient checkpointing, kept
+them all). Building a model out of these layers is qerl.policy's business.
 """
 
 from __future__ import annotations
@@ -21,30 +21,26 @@ from qerl import kernels, nvfp4
 
 
 class _Adapter(torch.autograd.Function):
-    """(x, b + s (x A^T) B^T): x for the base to multiply, and what it has to add to.
+    """What _Base multiplies (x, x A^T, B in x's type), and a stand-in for y, to get its gradient.
 
     Saves all that the backward pass needs, and before the base multiplies. So gradient
-    checkpointing, which recomputes a block up to its last saved tensor, never recomputes the base
-    product of the block's last linear: down_proj's, 29% of the weights of a 7B model.
+    checkpointing, which recomputes a block up to its last saved tensor, never recomputes the
+    products of the block's last linear: down_proj's, 29% of the weights of a 7B model.
     """
 
     @staticmethod
-    def forward(ctx, x, A_RK, B_NR, bias, scale):
+    def forward(ctx, x, A_RK, B_NR, scale):
         ctx.scale, ctx.learned = scale, A_RK.dtype
         A_RK, B_NR = A_RK.to(x.dtype), B_NR.to(x.dtype)
         x_TK = x.reshape(-1, x.shape[-1])
         t_TR = x_TK @ A_RK.T
-        y = x.new_empty(*x.shape[:-1], B_NR.shape[0])  # no view: the base adds to it in place
-        y_TN = y.view(-1, y.shape[-1])
-        start, beta = (y_TN, 0) if bias is None else (bias.to(x.dtype), 1)
-        torch.addmm(start, t_TR, B_NR.T, beta=beta, alpha=scale, out=y_TN)
         ctx.save_for_backward(x_TK, t_TR, A_RK, B_NR)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(x)
-        return x, y
+        ctx.mark_non_differentiable(t_TR, B_NR, *([] if ctx.needs_input_grad[0] else [x]))
+        stand_in = x.new_empty(()).expand(*x.shape[:-1], B_NR.shape[0])  # y's shape, no memory
+        return x, t_TR, B_NR, stand_in
 
     @staticmethod
-    def backward(ctx, dx, grad):
+    def backward(ctx, dx, _t, _B, grad):
         x_TK, t_TR, A_RK, B_NR = ctx.saved_tensors
         grad_TN = grad.reshape(-1, grad.shape[-1])
         dt_TR = scaled(grad_TN @ B_NR, ctx.scale)
@@ -52,26 +48,30 @@ class _Adapter(torch.autograd.Function):
         dB_NR = scaled(product(grad_TN.T, t_TR, ctx.learned), ctx.scale)
         if dx is not None:  # _Base made it for this node alone, which may therefore add to it
             dx.view(-1, dx.shape[-1]).addmm_(dt_TR, A_RK)
-        return dx, dA_RK, dB_NR, None, None
+        return dx, dA_RK, dB_NR, None
 
 
 class _Base(torch.autograd.Function):
-    """x W^T + b, or y + x W^T in y's memory. Saves nothing: W is rebuilt in the backward pass."""
+    """x W^T + b, rounded, and then s (x A^T) B^T on top, as the engine does it.
+
+    Adding in one matmul would round less, but not alike: the gap between sampler and trainer
+    (SmolLM2 in bf16) grew from 0.04 to 0.06 nats. Saves nothing: the backward pass rebuilds W.
+    """
 
     @staticmethod
-    def forward(ctx, x, y, base):
+    def forward(ctx, base, x, t_TR=None, B_NR=None, stand_in=None, scale=1.0):
         ctx.base = base
-        weight_NK = dense(base, x.dtype)
-        if y is None:
-            return F.linear(x, weight_NK, base.bias)
-        ctx.mark_dirty(y)
-        y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight_NK.T)
+        y = F.linear(x, dense(base, x.dtype), base.bias)
+        if t_TR is not None:
+            y.view(-1, y.shape[-1]).addmm_(t_TR, B_NR.T, alpha=scale)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        dx = grad @ dense(ctx.base, grad.dtype) if ctx.needs_input_grad[0] else None
-        return dx, grad if ctx.needs_input_grad[1] else None, None
+        dx = grad @ dense(ctx.base, grad.dtype) if ctx.needs_input_grad[1] else None
+        if len(ctx.needs_input_grad) == 2:  # no adapter
+            return None, dx
+        return None, dx, None, None, grad, None
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -144,7 +144,7 @@ class NVFP4Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N] in x's dtype (bf16 under autocast)."""
-        return _Base.apply(autocast(x), None, self)
+        return _Base.apply(self, autocast(x))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4"
@@ -163,8 +163,9 @@ class LoRALinear(PeftLinear):
             return super().forward(x, *args, **kwargs)
         (name,) = self.active_adapters
         A_RK, B_NR = self.lora_A[name].weight, self.lora_B[name].weight
-        base, scale = self.base_layer, self.scaling[name]
-        return _Base.apply(*_Adapter.apply(autocast(x), A_RK, B_NR, base.bias, scale), base)
+        scale = self.scaling[name]
+        adapted = _Adapter.apply(autocast(x), A_RK, B_NR, scale)
+        return _Base.apply(self.base_layer, *adapted, scale)
 
     def _is_plain(self) -> bool:
         names = self.active_adapters

@@ -363,6 +363,15 @@ def test_an_adapter_under_which_the_engine_scores_nan_is_refused():
         evaluate._sync(Engine(), object(), [[1, 2, 3]])
 
 
+def test_an_engine_that_samples_nan_ends_the_evaluation_with_one_line(monkeypatch, capsys):
+    def sampled(arguments):
+        raise FloatingPointError("the engine sampled a token")
+
+    monkeypatch.setattr(evaluate, "_evaluate", sampled)
+    assert evaluate.main(["--model", "none", "--dataset", "arithmetic"]) == 1
+    assert capsys.readouterr().err == "error: the engine sampled a token\n"
+
+
 @pytest.mark.slow
 def test_several_data_sets_are_reported_apart(shared, smollm2_nvfp4, tmp_path):
     report = run(smollm2_nvfp4, tmp_path / "e.json", "--dataset", "arithmetic,arithmetic-2")
