@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qerl import nvfp4
 from qerl.linear import LoRALinear, NVFP4Linear
+from qerl.rollout.lora import add_adapter
 
 SHAPES = [(1, 16), (17, 48), (64, 96), (33, 576)]  # rows, columns
 TOKENS = [(5,), (2, 3), (0,)]
@@ -155,6 +156,19 @@ def test_an_adapter_on_4_bits_computes_as_one_on_their_dense_values(bias):
         )
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference)
+
+
+def test_the_trainer_rounds_as_the_engine_does():
+    """To the last bit: how the same formula is rounded is what sampler and trainer differ by."""
+    packed, dense = packed_linear(64, 96, bias=True)
+    model = adapted(packed, 4, LoRALinear)
+    x = torch.randn(50, 96, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model(x)
+    A_RK, B_NR = (p.detach().bfloat16() for n, p in model.named_parameters() if "lora_" in n)
+    theirs, idle = dense(x), torch.tensor(False)
+    add_adapter(theirs, x, idle, [A_RK[None, None]], [B_NR[None, None]], 3.0, True)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, dense(x))
 
 
 def test_a_float32_bias_is_taken_under_autocast_as_a_linear_takes_it():
