@@ -101,3 +101,14 @@ def two(base) -> tuple:
         made.append(adapter.of_model(model))
         model.unload()
     return tuple(made)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """On tensors this small, threads only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
