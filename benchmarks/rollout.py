@@ -9,14 +9,15 @@
 
 Every (shape, arm, rank) has an engine of its own in a process of its own, on random weights and a
 random adapter on all projections. Rank 0, no adapter, is measured in the engine of the first other
-rank (one that knows no adapters when --ranks is 0 alone). CUDA graphs are captured for the batches
-that are asked for, in every arm. Prompts are distinct random tokens, no two with the same first
-one, so no prefix is cached; the end of text is ignored, so every completion has the length asked
-for; log-probabilities are returned, temperature is 1. Each batch is sampled at two lengths, 16
-and --output-tokens, after a warm-up; the difference is decoding alone. Decode tokens/s is batch *
-(long - 16) / (time of long - time of 16), the median of the repeats; prefill is the rest of the
-short time; "all" is every sampled token by the whole long time. Batches go up; one that is foreseen
-to end beyond --seconds of sampling is skipped, and the table says so.
+rank (one that knows no adapters when --ranks is 0 alone). With --no-compile, all ranks share an
+engine: its slots are made anew for each rank, and its CUDA graphs captured again. CUDA graphs are
+captured for the batches that are asked for, in every arm. Prompts are distinct random tokens, no
+two with the same first one, so no prefix is cached; the end of text is ignored, so every completion
+has the length asked for; log-probabilities are returned, temperature is 1. Each batch is sampled at
+two lengths, 16 and --output-tokens, after a warm-up; the difference is decoding alone. Decode
+tokens/s is batch * (long - 16) / (time of long - time of 16), the median of the repeats; prefill is
+the rest of the short time; "all" is every sampled token by the whole long time. Batches go up; one
+that is foreseen to end beyond --seconds of sampling is skipped, and the table says so.
 
 Starting an engine takes longer than measuring it, and one that starts disturbs what is measured
 beside it. With --lock FILE several of these programs share a GPU, each with the cache that --kv-gib
@@ -80,7 +81,7 @@ COLUMNS = [
 ]
 # Token ids of the completions of a batch of prompts, at a length.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
-Switch = Callable[[bool], None]  # the adapter on or off
+Switch = Callable[[int], None]  # to an adapter of a rank, or off (0)
 
 
 class Prompts:
@@ -165,13 +166,13 @@ def measure_batches(generate: Generate, prompts: Prompts, job: dict):
         done.append((batch, time.perf_counter() - started - spent))
 
 
-def random_adapter(job: dict):
-    """A LoRA adapter of the job's rank on every projection of its model."""
+def random_adapter(job: dict, rank: int):
+    """A LoRA adapter on every projection of the job's model."""
     import torch
 
     from qerl.adapter import Adapter
 
-    shape, rank = model_shape(job), job["rank"]
+    shape = model_shape(job)
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):
         for linear in (li for group in fused_groups(shape) for li in group):
@@ -210,13 +211,44 @@ def build_ours(job: dict) -> tuple[Generate, Switch, object]:
     engine = patched_engine(settings, job)
     noise = Noise(seed=0, step=1, sigma=SIGMA) if job["noise"] else None
 
-    def switch(on: bool):
-        engine.sync(random_adapter(job) if on else None, noise)
+    held = job["rank"]
+
+    def switch(rank: int):
+        nonlocal held
+        engine.sync(None, noise)
+        if rank not in (0, held):
+            resize_slots(engine.llm, rank)
+            held = rank
+        engine.sync(random_adapter(job, rank) if rank else None, noise)
 
     def generate(prompts, tokens):
         return [c.token_ids for c in engine.generate(prompts, Sampling(tokens), seed=0)]
 
     return generate, switch, engine.llm
+
+
+def resize_slots(llm, rank: int) -> None:
+    """Turn an engine whose adapter is off into one built for adapters of another rank.
+
+    Not one that torch.compile has seen: its code holds the old slots.
+    """
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    from qerl.config import LORA_SLOTS
+    from qerl.rollout.lora import join_factors
+
+    rank = min(slot for slot in LORA_SLOTS if slot >= rank)
+    runner = worker(llm).model_runner
+    modules = runner.lora_manager._adapter_manager.modules.values()
+    for module in modules:
+        a_parts, b_parts = module.lora_a_stacked, module.lora_b_stacked
+        module.lora_a_stacked = tuple(a.new_zeros(1, 1, rank, a.shape[-1]) for a in a_parts)
+        module.lora_b_stacked = tuple(b.new_zeros(1, 1, b.shape[-2], rank) for b in b_parts)
+    join_factors(modules)
+    CUDAGraphWrapper.clear_all_graphs()  # they read the factors that were
+    if manager := getattr(runner, "cudagraph_manager", None):  # of vLLM's second model runner
+        manager.graphs.clear()
+    runner.capture_model()
 
 
 def patched_engine(settings, job: dict):
@@ -257,9 +289,9 @@ def build_stock(job: dict) -> tuple[Generate, Switch, object]:
     llm = vllm_engine(job, lora_options(job["rank"]))
     wanted = None
 
-    def switch(on: bool):
+    def switch(rank: int):
         nonlocal wanted
-        wanted = adapter_request(job) if on else None
+        wanted = adapter_request(job) if rank else None
 
     def generate(prompts, tokens):
         from vllm import SamplingParams
@@ -309,7 +341,7 @@ def adapter_request(job: dict):
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
-    adapter, folder = random_adapter(job), Path(job["adapter_folder"])
+    adapter, folder = random_adapter(job, job["rank"]), Path(job["adapter_folder"])
     tensors = {name: tensor.cpu() for name, tensor in adapter.tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
@@ -326,8 +358,12 @@ def adapter_request(job: dict):
 
 def weights_gib(llm) -> float:
     """The memory of the engine's weights as vLLM measured it while it loaded them."""
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    return worker.model_runner.model_memory_usage / GIB
+    return worker(llm).model_runner.model_memory_usage / GIB
+
+
+def worker(llm):
+    """vLLM's worker of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker
 
 
 def child(job: dict) -> None:
@@ -344,7 +380,7 @@ def child(job: dict) -> None:
         prompts = Prompts(SHAPES[job["shape"]]["vocab_size"], job["prompt"])
         with alone(job["lock"]):
             for rank in job["measured"]:
-                switch(rank > 0)
+                switch(rank)
                 for row in measure_batches(generate, prompts, job):
                     send(job, row | {"rank": rank, "start_s": start_s, "weights_gib": weights})
 
@@ -362,9 +398,11 @@ def alone(lock: str | None):
         yield
 
 
-def engines(ranks: list[int]) -> list[tuple[int, list[int]]]:
+def engines(ranks: list[int], shared: bool = False) -> list[tuple[int, list[int]]]:
     """The rank that each engine is built for, and the ranks that are measured in it."""
     above = sorted(set(ranks) - {0})
+    if shared:
+        return [(max(ranks), sorted(set(ranks)))]
     if not above:
         return [(0, [0])]
     return [(rank, [0, rank] if rank == above[0] and 0 in ranks else [rank]) for rank in above]
@@ -430,7 +468,8 @@ def main(argv: list[str] | None = None) -> int:
     for shape in args.shapes:
         with workplace(args.folder) as place:  # temporary checkpoints go before the next are made
             for arm in args.arms:
-                for rank, measured in engines(args.ranks):
+                shared = args.no_compile and not arm.endswith(STOCK)
+                for rank, measured in engines(args.ranks, shared):
                     engine = {"shape": shape, "arm": arm, "rank": rank, "measured": measured}
                     for row in measure(args, engine, place):
                         report.add(row)

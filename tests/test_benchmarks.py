@@ -201,13 +201,27 @@ def test_a_step_of_the_real_trainer_is_measured_without_a_gpu(tmp_path):
 
 @pytest.mark.slow
 def test_the_real_engine_is_measured_without_a_gpu(tmp_path):
-    small = "--cpu --shapes smollm2-135m --layers 1 --arms nvfp4 --ranks 0,4 --batches 2"
-    size = "--prompt 4 --output-tokens 64 --repeats 1 --noise"
+    small = "--cpu --shapes smollm2-135m --layers 1 --arms nvfp4 --ranks 0,4,8 --batches 2"
+    size = "--prompt 4 --output-tokens 64 --repeats 1 --noise --no-compile"
     output = tmp_path / "out.json"
     assert rollout.main([*small.split(), *size.split(), "--output", str(output)]) == 0
     rows = json.loads(output.read_text())["rows"]
-    assert [row["rank"] for row in rows] == [0, 4]
+    assert [row["rank"] for row in rows] == [0, 4, 8]
     assert all(row["decode_tokens_per_s"] > 0 and row["start_s"] > 0 for row in rows)
+
+
+def test_an_engine_with_slots_of_another_rank_samples_with_the_adapter_as_before(engine, two):
+    texts = [[1, 4093, 198, 1780, 314, 216, 33, 1232, 216]]
+    engine.sync(two[0])
+    before = engine.score(texts)
+    engine.sync(None)
+    rollout.resize_slots(engine.llm, two[0].rank // 2)
+    with pytest.raises(RuntimeError):  # it does not fit
+        engine.sync(two[0])
+    for rank in (two[0].rank, engine.settings.lora_rank):
+        rollout.resize_slots(engine.llm, rank)
+        engine.sync(two[0])
+        assert engine.score(texts) == before
 
 
 def test_what_benchmark_and_engine_say_of_compiling_is_joined():
@@ -227,6 +241,8 @@ def test_no_adapter_is_measured_in_an_engine_that_is_built_anyway():
     assert rollout.engines([0]) == [(0, [0])]
     assert rollout.engines([0, 64, 32]) == [(32, [0, 32]), (64, [64])]
     assert rollout.engines([16]) == [(16, [16])]
+    assert rollout.engines([0], shared=True) == [(0, [0])]
+    assert rollout.engines([0, 64, 32], shared=True) == [(64, [0, 32, 64])]
 
 
 def test_decode_speed_is_the_difference_of_the_two_lengths():
@@ -278,8 +294,8 @@ def test_no_two_prompts_begin_alike():
 
 
 def test_the_random_adapter_covers_every_projection():
-    job = {"shape": "smollm2-135m", "layers": 2, "rank": 4, "device": "cpu"}
-    adapter = rollout.random_adapter(job)
+    job = {"shape": "smollm2-135m", "layers": 2, "device": "cpu"}
+    adapter = rollout.random_adapter(job, 4)
     assert len(adapter.tensors) == 2 * 7 * 2 and adapter.rank == 4
     assert all(tensor.abs().sum() > 0 for tensor in adapter.tensors.values())
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_{}.weight"

@@ -121,6 +121,25 @@ def test_syncs_and_rollouts_do_not_grow_the_memory(pair):
     assert len(engine.adapters()) == 1
 
 
+def test_slots_of_another_rank_are_what_the_graphs_captured_anew_read(pair, smollm2_nvfp4):
+    from benchmarks.rollout import resize_slots
+    from qerl.rollout import Sampling
+
+    model, engine = pair[1], build(smollm2_nvfp4, compile=False)
+    resize_slots(engine.llm, 64)
+    engine.sync(adapter.of_model(model))
+    made = engine.generate(PROMPTS, Sampling(8), seed=0)
+    texts = [[*prompt, *c.token_ids] for prompt, c in zip(PROMPTS, made, strict=True)]
+    sampled = [c.logprobs for c in made]
+
+    def ends(rows):
+        return [row[-len(own) :] for row, own in zip(rows, sampled, strict=True)]
+
+    assert change(sampled, ends(policy.score(model, texts))) < parity.LIMIT
+    engine.sync(None)
+    assert change(sampled, ends(engine.score(texts))) > 2 * parity.LIMIT
+
+
 def test_noise_on_the_linears_of_a_bf16_base_reaches_the_graphs_and_leaves_no_trace(smollm2):
     engine = build(smollm2, noise_target="linear")
     clean = engine.score(PROMPTS)
